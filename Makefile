@@ -84,8 +84,7 @@ test-rest: setup
 
 test-all: test test-rest
 
-# Long statistical runs, half an hour on two cores: exhaustive tests, random storms, kills, clean
-# rows, training loops.
+# Exhaustive tests and long statistical runs: random storms, kills, clean rows, training loops.
 campaign: setup
 	$(PYTEST) -m campaign
 	$(BIN)/python -m bench.clean_rows

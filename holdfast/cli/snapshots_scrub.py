@@ -12,9 +12,10 @@ from holdfast.snapshot.disk.object_store import is_url, local_folder
 from holdfast.snapshot.disk.scrub import BEYOND, REPAIRABLE, UNPROTECTED, Finding, Scrub
 
 _UNPROTECTED = """\
-Only one node's checkpoints are here: without the others' there is no parity, and damage is repaired
-from a --copy or not at all. What protects such a run: snapshots in memory with parities, an object
-store (persist_dir="s3://..."), or a folder that all nodes share, with one scrub of all of it."""
+Only one node's checkpoints are here. If those of other nodes belong here, they are lost. Without
+them there is no parity, and damage is repaired from a --copy or not at all. What protects such a
+run: snapshots in memory with parities, an object store (persist_dir="s3://..."), or a folder that
+all nodes share, with one scrub of all of it."""
 
 
 def run(args: argparse.Namespace) -> int:

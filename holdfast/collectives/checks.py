@@ -86,7 +86,7 @@ class Collectives:
         Not every rank may see it: a result of a step may only be used if none does.
 
         Raises:
-            HoldfastError: A rank of a group was not there within ``config.timeout_s()``.
+            HoldfastError: A rank of a gloo group was not there within ``config.timeout_s()``.
         """
         for work in list(interception.pending) if self._noted else ():
             work.wait()
@@ -128,7 +128,12 @@ class Collectives:
 
 
 def _meet(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks of a group, not as long as the trainer waits for its collectives."""
+    """Wait for all ranks of a group, not as long as the trainer waits for its collectives.
+
+    NCCL, which would end the process at a barrier's limit, keeps the limit of its group.
+    """
+    if dist.get_backend(group) != "gloo":
+        return
     limit = timedelta(seconds=config.timeout_s())
     try:
         group.barrier(timeout=limit).wait(limit)

@@ -118,7 +118,7 @@ def _parts(value: object) -> Iterator[bytes | torch.Tensor]:
     elif isinstance(value, np.ndarray):
         try:
             held = torch.from_numpy(value.copy())
-        except TypeError:  # strings, dates, objects
+        except (TypeError, ValueError):  # strings, dates, objects, the other byte order
             yield f"{value.dtype.str}{value.shape}".encode()
             yield from _parts(value.tolist())
         else:

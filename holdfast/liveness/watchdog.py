@@ -34,7 +34,7 @@ from holdfast.liveness.verdict import Entered, entered, excused, judge
 SETTLED = 8  # steps whose times are known; earlier ones may compile
 UNSETTLED = 10.0  # times as long is waited before, and for ranks that compute, read or write
 BUSY_SHARE = 0.1  # of half of the time until a hang, by which a rank counts as computing
-BUSY_BYTES = 2**20
+BUSY_BYTES_S = 2**19  # a second, by which it counts as reading or writing: metrics read less
 LONGEST_LOOK_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Real-time signals end a process that has no handler for them; others are left to the user.
@@ -216,8 +216,9 @@ class Watchdog:
         # A thread that waits for a device computes all the time.
         if not torch.cuda.is_initialized():
             busy_s = max(busy_s, now.computed_s - before.computed_s)
-        moves = now.moved_bytes - before.moved_bytes > BUSY_BYTES
-        if now is before or moves or busy_s > BUSY_SHARE * (now.at_s - before.at_s):
+        took_s = now.at_s - before.at_s
+        moves = now.moved_bytes - before.moved_bytes > BUSY_BYTES_S * max(took_s, LONGEST_LOOK_S)
+        if now is before or moves or busy_s > BUSY_SHARE * took_s:
             return "busy"
         return "stalled"
 

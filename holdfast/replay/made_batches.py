@@ -77,6 +77,7 @@ _Again = Callable[[], MadeBatch | None]
 # Of a tensor: its place in the batch, its digest, its version, and what makes the batch again.
 _known: Any = WeakIdKeyDictionary()
 _in_a_row = Counter[str]()  # by place, batches one after another that have changed before use
+_met: Any = WeakIdKeyDictionary()  # whether a tensor has been found changed before, once looked at
 
 PAGE_BYTES, EDITS = 4096, 3  # a fault in memory changes no more, and not in each batch
 _EDITED = (
@@ -102,11 +103,20 @@ def check_made(leaves: Iterable[object]) -> None:
         if isinstance(leaf, torch.Tensor) and leaf in _known:
             place, digest, version, again = _known[leaf]
             if leaf._version == version:
-                _repair([(leaf, place, digest)], again, used=True)
+                changed = state_digest(leaf) != digest
+                if not changed and leaf not in _met:
+                    _in_a_row[place] = 0
+                elif changed and not _met.get(leaf):
+                    _in_a_row[place] += 1
+                _met[leaf] = changed or bool(_met.get(leaf))
+                if changed:
+                    _repair([(leaf, place, digest)], again, used=True)
 
 
 def _is_edited(place: str, value: torch.Tensor, made: torch.Tensor) -> bool:
     """Return whether a change looks like one of the program: wide, or in each batch."""
+    if (value.shape, value.dtype) != (made.shape, made.dtype):
+        return True
     one, two = (each.detach().reshape(-1).view(torch.uint8) for each in (value, made))
     changed = (one != two).view(-1, value.itemsize).any(1).nonzero()
     wide = value.itemsize * int(changed[-1] - changed[0]) >= PAGE_BYTES
@@ -120,8 +130,6 @@ def _repair(arrays: list[tuple[Any, str, str]], again: _Again, *, used: bool = F
     What the program may have changed meanwhile, as the batch is ``used``, is not undone.
     """
     changed = [each for each in arrays if state_digest(each[0]) != each[2]]
-    for _, place, _ in arrays if used else ():
-        _in_a_row[place] = _in_a_row[place] + 1 if changed else 0
     if not changed:
         return
     reason, fresh = "the loader cannot make it again", dict[str, Any]()

@@ -31,9 +31,9 @@ _LEFT_OUT = (nn.Linear, nn.modules.conv._ConvNd, nn.Identity, nn.Sequential, nn.
 _UNVERIFIED = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase)  # have matrices, too
 # Those whose kernels add in no fixed order on CUDA (torch.use_deterministic_algorithms).
 _UNSTEADY: tuple[type[nn.Module], ...] = (
-    *(nn.Upsample, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d),
-    *(nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
-    *(nn.modules.pooling._MaxUnpoolNd, nn.EmbeddingBag),
+    *(nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd),
+    *(nn.modules.pooling._MaxPoolNd, nn.modules.pooling._MaxUnpoolNd, nn.AvgPool3d),
+    *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.Upsample, nn.EmbeddingBag, nn.RNNBase),
     *(nn.NLLLoss, nn.CrossEntropyLoss, nn.CTCLoss),
     *(nn.modules.padding._ReflectionPadNd, nn.modules.padding._ReplicationPadNd),
 )

@@ -103,6 +103,7 @@ class Verifier:
         self._snapshots, self.at_rest, self._updates = snapshots, at_rest, optimizer_check
         self._collectives, self._spot = collectives, spot
         self._replicas = Replicas(model, agree)
+        self._cut_off = False  # the last vote could not be held
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._nonfinite, self._overflowed = NonFiniteStreak(), False
         self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
@@ -215,7 +216,7 @@ class Verifier:
             UncorrectableFault: They have not.
         """
         snapshots = self._snapshots
-        if snapshots is None or not snapshots.compares_replicas:
+        if snapshots is None or not snapshots.compares_replicas or self._cut_off:
             return
         if not self._agree(self._replicas.differ(snapshots.diverged_steps)):
             return
@@ -233,6 +234,7 @@ class Verifier:
         try:
             wrong = self._agree(wrong) if self._updates.share else 0
         except (RuntimeError, ValueError) as error:  # others have ended, or take too long
+            self._cut_off = True
             _logger.warning("updates of other ranks in step %d are not known: %s", step, error)
         return f"step {step}, the last one: {what} gave other bits each time" if wrong else ""
 

@@ -150,7 +150,7 @@ def test_attention_runs_on_matrix_units_and_what_spills_is_known(kernels: Kernel
     assert [kernel["stack"] for kernel in bare] == [0] * len(ATTENTION)
 
 
-@pytest.mark.campaign
+@pytest.mark.compile
 @pytest.mark.timeout(300)
 def test_attention_runs_on_the_matrix_units_of_an_ampere_gpu_too(tmp_path: Path) -> None:
     check_units(compiled(tmp_path, 80), 80)

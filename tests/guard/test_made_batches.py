@@ -60,7 +60,9 @@ def trained(collate: Any, where: str = "", change: Change | None = None, **loade
             change(guard.steps_done, batch)
         return loss
 
-    with Guard(model, optimizer, audit=float(where == "within")) as guard:
+    with Guard(
+        model, optimizer, audit=float(where in ("within", "before an audited step"))
+    ) as guard:
         for batch in guard.batches(DataLoader(collate_fn=collate, **options), steps=7):
             if change is not None and where != "within":
                 change(guard.steps_done, batch)
@@ -115,13 +117,14 @@ def scaled(batch: torch.Tensor) -> None:
     batch.numpy()[:] *= 2
 
 
+@pytest.mark.parametrize("where", ["before a step", "before an audited step"])
 @pytest.mark.parametrize(("edit", "steps"), [(scaled, 0), (flip, 2)])
 def test_what_the_program_changes_through_numpy_is_refused_and_not_undone(
-    edit: Callable[[torch.Tensor], None], steps: int
+    edit: Callable[[torch.Tensor], None], steps: int, where: str
 ) -> None:
     """An edit of all elements at once, one of a single element in each batch at the third."""
     with pytest.raises(UncorrectableFault, match=r"through NumPy or \.data.* in the collate"):
-        trained(DigestedCollate(), "before a step", lambda step, batch: edit(batch))
+        trained(DigestedCollate(), where, lambda step, batch: edit(batch))
     assert kinds() == ["batch_fault"] * (steps + 1)
 
 
@@ -158,3 +161,16 @@ def test_an_array_of_strings_is_compared_and_one_of_objects_left_out() -> None:
     names[0] = "six"
     with pytest.raises(UncorrectableFault, match=r"^batch\[1\] changed"):
         guard.step(lambda batch: torch.zeros(1), made)
+
+
+def test_other_data_in_the_place_of_a_batch_are_refused() -> None:
+    def halved(step: int, batch: torch.Tensor) -> None:
+        batch.data = batch.data[:3]
+
+    with pytest.raises(UncorrectableFault, match=r"through NumPy or \.data"):
+        trained(DigestedCollate(), "before a step", halved)
+
+
+def test_an_array_of_the_other_byte_order_has_a_digest() -> None:
+    found = [state_digest(np.array([1, 2], order)) for order in (">f4", "<f4", ">f4")]
+    assert found[0] == found[2] != found[1]

@@ -345,6 +345,35 @@ def test_turns_of_modules_that_are_not_used_end_no_checks_of_others() -> None:
     assert {*coverage["left_out"].values()} == {"it did not run by itself in its turn"}
 
 
+def test_modules_with_unsteady_kernels_are_left_out_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = SpotCheck(nn.Sequential(nn.LSTM(2, 2), nn.MaxPool1d(2), nn.LayerNorm(4)), 1.0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    events.set_step(0)
+    with check.watching():
+        pass
+    reasons = {unit.name: unit.why_not for unit in check.due(0)}
+    assert reasons == {"2": ""}
+    assert check.coverage()["left_out"].keys() == {"0", "1", "2"}  # the last did not run
+
+
+def test_what_has_no_gradient_is_not_kept_and_inference_tensors_are_left_alone() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Tanh())
+    check = SpotCheck(model, 1.0)
+    with torch.inference_mode():
+        made = torch.ones(2, 4)
+    events.set_step(0)
+    with check.watching():
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        assert check._waiting == []
+        assert [unit.equal["forward"] for unit in check.due(0)] == [1, 1]
+        model[1](made)
+    (reason,) = (unit.why_not for unit in check._turns if unit.why_not)
+    assert reason == "an input was made in inference mode: writes are not counted"
+
+
 def summed(x: torch.Tensor) -> torch.Tensor:
     """Sum over ranks, in which a rank alone would wait for the others."""
     dist.all_reduce(x.detach().clone())

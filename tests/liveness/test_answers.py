@@ -8,9 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.liveness.answers import Answer, Exchange
-from holdfast.liveness.watchdog import BUSY_BYTES, Use
+from holdfast.liveness.watchdog import BUSY_BYTES_S, LONGEST_LOOK_S, Use
 
 RANKS, SILENT = 6, 3
+MOVED = round(BUSY_BYTES_S * LONGEST_LOOK_S)
 
 
 def answer(rank: int) -> Answer:
@@ -44,11 +45,11 @@ class Cloned:
 
 def test_what_the_watching_thread_reads_does_not_count_as_work(tmp_path: Path) -> None:
     path = tmp_path / "read"
-    path.write_bytes(bytes(4 * BUSY_BYTES))
+    path.write_bytes(bytes(4 * MOVED))
     before = Use.now(late=True)
     path.read_bytes()
-    assert Use.now(late=True).moved_bytes - before.moved_bytes < BUSY_BYTES
+    assert Use.now(late=True).moved_bytes - before.moved_bytes < MOVED
     other = Thread(target=path.read_bytes)
     other.start()
     other.join()
-    assert Use.now(late=True).moved_bytes - before.moved_bytes >= 4 * BUSY_BYTES
+    assert Use.now(late=True).moved_bytes - before.moved_bytes >= 4 * MOVED

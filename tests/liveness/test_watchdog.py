@@ -10,7 +10,15 @@ from holdfast.events import Event, EventKind
 from holdfast.liveness import watchdog
 from holdfast.liveness.answers import Answer, Exchange
 from holdfast.liveness.verdict import Entered
-from holdfast.liveness.watchdog import SETTLED, UNSETTLED, Hang, Use, Watchdog
+from holdfast.liveness.watchdog import (
+    BUSY_BYTES_S,
+    LONGEST_LOOK_S,
+    SETTLED,
+    UNSETTLED,
+    Hang,
+    Use,
+    Watchdog,
+)
 
 FLOOR_S = 1.0
 AHEAD = Entered(5, "gloo:all_reduce", "[]", True)
@@ -30,12 +38,19 @@ class Pair(Exchange):
         self.watchdog._took_s.extend([FLOOR_S / 100] * SETTLED)
         self.watchdog._at_s, self.watchdog._world_size = 0.0, 2
         self.share, self.other, self.newest, self.now_s = share, other, newest, 0.0
+        self.busy_until_s, self.moved_s, self.below = 1e9, 0.0, 0.0
 
     def others(self) -> dict[int, Answer]:
         """What rank 1 says, anew each time."""
         theirs = BEHIND if self.newest is AHEAD else AHEAD
         answer = self.watchdog._answer(self.other, {"world": theirs})
         return {1: {**answer, "rank": 1, "host": "another", "at_s": self.now_s}}
+
+    def use(self) -> Use:
+        """What rank 0 has computed and moved by now; it stops at ``busy_until_s``."""
+        busy_s = min(self.now_s, self.busy_until_s)
+        moved, below_s = round(self.moved_s * busy_s), self.below * busy_s
+        return Use(self.now_s, self.share * busy_s, moved, below_s)
 
     def named(self, *at_s: float) -> list[Event]:
         """Look so long after the last step; what was recorded."""
@@ -49,7 +64,7 @@ class Pair(Exchange):
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Pair:
     """Two ranks whose clock and whose use of the processor are the test's."""
     found = Pair(tmp_path, *request.param)
-    monkeypatch.setattr(Use, "now", lambda **_: Use(found.now_s, found.share * found.now_s))
+    monkeypatch.setattr(Use, "now", lambda **_: found.use())
     monkeypatch.setattr(watchdog, "entered", lambda: {"world": found.newest})
     events.clear()
     return found
@@ -74,3 +89,30 @@ def test_a_rank_that_waits_names_one_that_computes_after_ten_times_the_limit(pai
 def test_a_rank_that_does_not_compute_is_named_at_once(pair: Pair) -> None:
     (found,) = pair.named(HALF_S, LATE_S)
     assert found.detail["behind"].keys() == {"1"}
+
+
+@pytest.mark.parametrize("pair", [(1.0, BEHIND, "stalled")], indirect=True)
+def test_what_a_late_rank_did_in_the_last_half_of_the_limit_counts(pair: Pair) -> None:
+    """Not what it does at the moment of a look, nor what it did long ago."""
+    pair.busy_until_s = 0.9 * FLOOR_S
+    assert pair.named(0.6 * FLOOR_S, 0.9 * FLOOR_S, 1.05 * FLOOR_S) == []
+    (found,) = pair.named(1.6 * FLOOR_S)
+    assert found.detail["behind"].keys() == {"0"}
+
+
+@pytest.mark.parametrize("pair", [(0.0, BEHIND, "stalled")], indirect=True)
+@pytest.mark.parametrize(
+    ("moved_s", "below", "is_busy"),
+    [
+        (1.1 * BUSY_BYTES_S * LONGEST_LOOK_S / FLOOR_S, 0.0, True),
+        (0.4 * BUSY_BYTES_S, 0.0, False),
+        (0.0, 0.5, True),
+        (0.0, 0.05, False),
+    ],
+)
+def test_a_rank_works_that_reads_or_waits_for_a_compiler_and_not_one_that_hardly_does(
+    pair: Pair, moved_s: float, below: float, is_busy: bool
+) -> None:
+    """The window of half a second counts as two, and so do 1.1 MB in the whole second."""
+    pair.moved_s, pair.below = 2 * moved_s, below
+    assert (pair.named(0.55 * FLOOR_S, LATE_S) == []) == is_busy

@@ -160,9 +160,10 @@ def load(
             tree = tree_of(*tensors(membership.rank))
         world_size = membership.world_size
         if training and (candidate.former or elastic.is_needed(training, tree, world_size)):
-            ranks, own = sorted(candidate.manifests), membership.rank
-            # Node by node, and each rank begins at another one.
-            turned = sorted(ranks, key=lambda n: (n - own) % (ranks[-1] + 1))
+            ranks, local = sorted(candidate.manifests), candidate.local_ranks
+            first = membership.rank // local * local
+            # Node by node, and not all begin at the same one.
+            turned = sorted(ranks, key=lambda n: (n - first) % (ranks[-1] + 1))
             with closing(_Manifests(candidate, reach)) as manifests:
                 read = partial(partial, manifests.of)
                 everyone = {n: Former(read(n), partial(tensors, n)) for n in turned}
