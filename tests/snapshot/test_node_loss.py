@@ -111,7 +111,7 @@ def test_beyond_the_parities_the_newest_checkpoint_is_loaded_again_and_again(
     make: Make, calm: Calm, tmp_path: Path
 ) -> None:
     # Slow at first, as the persisters must have started before it ends.
-    cluster = make(3, steps=STEPS, pace_s=3.0, persist_dir=tmp_path / "disk", persist_every=1)
+    cluster = make(3, steps=STEPS, pace_s=5.0, persist_dir=tmp_path / "disk", persist_every=1)
     folders = [Checkpoints(tmp_path / "disk" / f"node-{node}") for node in range(3)]
 
     def common() -> int:

@@ -108,6 +108,35 @@ def test_a_step_that_rotted_in_memory_is_not_persisted_but_the_older_one_is(
     assert run.digest() == digests[3]
 
 
+def test_a_checkpoint_that_another_rank_puts_aside_meanwhile_is_passed_over(
+    snapshots: Snapshots,
+    run: Tiny,
+    run_dir: Path,
+    disk: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digests = run.train(range(1, 3), snapshots)
+    snapshots.persist()
+    run.train(range(3, 5), snapshots)
+    snapshots.persist()
+    lose_smp(snapshots)
+    fetch = Checkpoints.fetch
+
+    def put_aside(self: Checkpoints, step: int) -> None:
+        """Fetch a step that is gone before it is read."""
+        fetch(self, step)
+        if step == 4:
+            self.path(step).rename(self.folder / "damaged-step-4")
+
+    monkeypatch.setattr(Checkpoints, "fetch", put_aside)
+    other = Tiny(seed=1)
+    with other.snapshots(run_dir, persist_dir=disk.folder) as later:
+        assert later.restore() == 2
+        assert other.digest() == digests[2]
+    (event,) = (each for each in events.recent() if each.kind == "snapshot_corrupt")
+    assert "is gone: another rank has found it damaged" in event.detail["reason"]
+
+
 def test_a_run_of_another_size_or_model_is_told_and_changes_nothing(
     snapshots: Snapshots,
     run: Tiny,

@@ -6,6 +6,7 @@ numbers, and Inductor finds the graphs that contain them in its cache.
 
 import weakref
 import zlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,3 +51,12 @@ def _enrolled(module: nn.Module, name: str) -> int:
     _numbers[id(module)] = number
     weakref.finalize(module, _numbers.pop, id(module), None).atexit = False
     return number
+
+
+# Dynamo, which is not imported for this, leaves that frame to Python wherever it meets it: it would
+# guard on the registry of weakref, which other threads change.
+_frames: Any = torch._C._dynamo.eval_frame
+_frames.set_code_exec_strategy(
+    _enrolled.__code__,
+    _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT),
+)

@@ -115,6 +115,8 @@ class DiskRestore:
         places = self._former().get(step, {})
         if step in self._checkpoints.steps() and folder not in places:
             places = {folder: persist_format.read_index(folder)}  # of as many ranks as there are
+        if not places:
+            raise SnapshotLost(f"{folder} is gone: another rank has found it damaged")
         newest = max(places, key=lambda each: (each / persist_format.INDEX_NAME).stat().st_mtime)
         world_size = places[newest]["world_size"]
         places = {each: i for each, i in places.items() if i["world_size"] == world_size}
