@@ -1,4 +1,4 @@
-"""Memory still available to this process, given the machine and the process's cgroups.
+"""Memory still available to this process, and how far a fault in memory reaches.
 
 This module does not import torch.
 """
@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# A fault in memory reaches no further than a page; a wider change is an edit of the program.
+WIDEST_FAULT_BYTES = 4096
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC_CGROUP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")

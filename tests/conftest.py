@@ -145,17 +145,18 @@ def interpret() -> Callable[..., None]:
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for products, as they round by it; as before after the module."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from _with_threads(1)
 
 
 @pytest.fixture(scope="module")
 def two_threads() -> Iterator[None]:
     """Two threads, for what divides its work among them; as before after the module."""
+    yield from _with_threads(2)
+
+
+def _with_threads(count: int) -> Iterator[None]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(count)
     yield
     torch.set_num_threads(threads)
 

@@ -11,9 +11,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast import events
-from holdfast.digest.tensors import state_digest
+from holdfast.digest.tensors import raw_bytes, state_digest
 from holdfast.errors import ConfigError, UncorrectableFault
 from holdfast.events import EventKind
+from holdfast.memory import WIDEST_FAULT_BYTES
 
 # Containers are looked into so deep, and so many of their items altogether.
 _DEPTH, _ITEMS = 3, 1000
@@ -79,7 +80,7 @@ _known: Any = WeakIdKeyDictionary()
 _in_a_row = Counter[str]()  # by place, batches one after another that have changed before use
 _met: Any = WeakIdKeyDictionary()  # whether a tensor has been found changed before, once looked at
 
-PAGE_BYTES, EDITS = 4096, 3  # a fault in memory changes no more, and not in each batch
+EDITS = 3  # batches one after another whose change is taken for an edit of the program
 _EDITED = (
     "the program seems to change it through NumPy or .data, which torch does not see: do that in "
     "the collate function, or by operations of torch; else"
@@ -117,9 +118,9 @@ def _is_edited(place: str, value: torch.Tensor, made: torch.Tensor) -> bool:
     """Return whether a change looks like one of the program: wide, or in each batch."""
     if (value.shape, value.dtype) != (made.shape, made.dtype):
         return True
-    one, two = (each.detach().reshape(-1).view(torch.uint8) for each in (value, made))
-    changed = (one != two).view(-1, value.itemsize).any(1).nonzero()
-    wide = value.itemsize * int(changed[-1] - changed[0]) >= PAGE_BYTES
+    differ = raw_bytes(value) != raw_bytes(made)
+    changed = differ.view(-1, value.itemsize).any(1).nonzero()
+    wide = value.itemsize * int(changed[-1] - changed[0] + 1) > WIDEST_FAULT_BYTES
     most = value.numel() > 1 and 2 * len(changed) > value.numel()
     return wide or most or _in_a_row[place] >= EDITS
 

@@ -34,6 +34,16 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(whole)
 
 
+def persisted_twice(run: Tiny, snapshots: Snapshots) -> dict[int, str]:
+    """Train to step 4 with checkpoints of steps 2 and 4, and lose the memory; digests by step."""
+    digests = run.train(range(1, 3), snapshots)
+    snapshots.persist()
+    digests |= run.train(range(3, 5), snapshots)
+    snapshots.persist()
+    lose_smp(snapshots)
+    return digests
+
+
 @pytest.mark.representative
 def test_the_steps_of_the_interval_and_the_demanded_one_are_on_disk_and_come_back(
     snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
@@ -65,11 +75,7 @@ def test_the_steps_of_the_interval_and_the_demanded_one_are_on_disk_and_come_bac
 def test_damaged_checkpoints_are_passed_over_recorded_and_not_tried_again(
     snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
 ) -> None:
-    digests = run.train(range(1, 3), snapshots)
-    snapshots.persist()
-    run.train(range(3, 5), snapshots)
-    snapshots.persist()
-    lose_smp(snapshots)
+    digests = persisted_twice(run, snapshots)
     assert disk.steps() == [2, 4]
     flip(disk.path(4) / "rank-0.safetensors")
     other = Tiny(seed=1)
@@ -115,11 +121,7 @@ def test_a_checkpoint_that_another_rank_puts_aside_meanwhile_is_passed_over(
     disk: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    digests = run.train(range(1, 3), snapshots)
-    snapshots.persist()
-    run.train(range(3, 5), snapshots)
-    snapshots.persist()
-    lose_smp(snapshots)
+    digests = persisted_twice(run, snapshots)
     fetch = Checkpoints.fetch
 
     def put_aside(self: Checkpoints, step: int) -> None:

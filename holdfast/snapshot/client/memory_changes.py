@@ -7,13 +7,12 @@ import numpy as np
 import torch
 
 from holdfast.digest.tensors import tensor_bytes, tensor_digest
+from holdfast.memory import WIDEST_FAULT_BYTES
 from holdfast.snapshot.client.copies import Copy
 from holdfast.snapshot.layout.flat_buffer import as_tensor
 from holdfast.snapshot.node.session import patience_s
 
-# Changes of weights that are wider than a page, and in more tensors, are taken for edits.
-WIDEST_FAULT_BYTES = 4096
-MOST_FAULTS = 2
+MOST_FAULTS = 2  # tensors; changes of weights in more of them are taken for edits
 # Memory flips a bit, or two of one word. A program that edits a number changes more of them.
 MOST_FAULT_BITS = 2
 
