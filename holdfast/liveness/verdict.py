@@ -54,10 +54,14 @@ def entered() -> dict[str, Entered]:
 
 
 class Verdict(NamedTuple):
-    """The ranks that are behind, each with the reason, and what the others wait in."""
+    """The ranks that are behind, each with the reason, and what the others wait in.
+
+    ``is_sure`` is false if nobody is behind, or a rank only because it has not answered so far.
+    """
 
     behind: Mapping[int, str]
     waiting_in: str
+    is_sure: bool
 
 
 def excused(answers: Mapping[int, Answer]) -> bool:
@@ -71,11 +75,11 @@ def judge(answers: Mapping[int, Answer], world_size: int, states: Mapping[int, s
     A rank is behind if it does not answer; if none is, those that have not entered a collective in
     which others wait and do not wait themselves; if none is, those that have entered another
     collective than most. ``answers`` are those since the step was half late, ``states`` those of
-    processes of this host, by rank.
+    processes of this host that cannot answer, by rank.
     """
     left = {r: "it has left the Guard" for r, said in answers.items() if said["state"] == "ended"}
     missing = (rank for rank in range(world_size) if rank not in answers)
-    silent = {rank: states.get(rank, "no answer from its host") for rank in missing}
+    silent = {rank: states.get(rank, "no answer from it") for rank in missing}
     groups = {
         rank: {name: Entered(*fields) for name, fields in answer["groups"].items()}
         for rank, answer in answers.items()
@@ -83,7 +87,8 @@ def judge(answers: Mapping[int, Answer], world_size: int, states: Mapping[int, s
     waiting = {r: [each for each in found.values() if each.waits] for r, found in groups.items()}
     newest = max((each for found in waiting.values() for each in found), default="")
     behind = silent or left or _not_entered(groups, waiting) or _others(groups)
-    return Verdict(behind, str(newest))
+    is_sure = bool(behind) and silent.keys() <= states.keys()
+    return Verdict(behind, str(newest), is_sure)
 
 
 Groups = Mapping[int, Mapping[str, Entered]]

@@ -29,11 +29,12 @@ from holdfast.errors import ConfigError
 from holdfast.events import EventKind, recorder
 from holdfast.liveness.answers import FOLDER, Answer, Exchange
 from holdfast.liveness.pace import Stragglers
-from holdfast.liveness.verdict import Entered, entered, excused, judge
+from holdfast.liveness.verdict import Entered, Verdict, entered, excused, judge
 
 SETTLED = 8  # steps whose times are known; earlier ones may compile
 UNSETTLED = 10.0  # times as long is waited before, and for ranks that compute, read or write
 BUSY_SHARE = 0.1  # of half of the time until a hang, by which a rank counts as computing
+UNSURE = 1 / 3  # of the time until a hang, for which a verdict that may be early is kept back
 BUSY_BYTES_S = 2**19  # a second, by which it counts as reading or writing: metrics read less
 LONGEST_LOOK_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -54,7 +55,8 @@ class Hang:
             that the hang is named before other waits end. A rank that computes, reads or writes
             meanwhile, or whose child processes compute (to compile, or to save a checkpoint), has
             ten times as long, as has the beginning of a run. Evaluation (``model.eval()``) and
-            ``Guard.pause`` do not count.
+            ``Guard.pause`` do not count. A third longer is waited before a rank is named only
+            because it does not answer, and before it is said that nobody can be named.
         restart: True to kill the ranks that are named, so that the launcher starts the run again;
             where no other rank of a named one's host is left, a rank that waits for it ends itself.
         pace_s: Seconds between two comparisons of the ranks' times (``pace``).
@@ -100,7 +102,7 @@ class Watchdog:
         self._thread: Thread | None = None
         self._rank, self._world_size, self._folder = 0, 1, Path()
         self._said: dict[int, Answer] = {}  # by the others, when the present step was half late
-        self._told = False
+        self._told, self._due_s = False, 0.0  # when a verdict on the present step was first due
         self._state = ""
         self._published_s = self._compared_s = -1e9
         self._use, self._used, self._own_s = Use(), Use(), 0.0
@@ -178,7 +180,7 @@ class Watchdog:
         if state == "busy" and waited_s >= UNSETTLED * limit_s:
             state = "stalled"
         if waited_s < limit_s / 2:
-            self._said, self._told = {}, False
+            self._said, self._told, self._due_s = {}, False, 0.0
             self._publish(exchange, state if state == "paused" else "running", now_s)
             self._compare(exchange, now_s)
             return
@@ -195,8 +197,13 @@ class Watchdog:
         answers[self._rank] = own
         if waited_s < UNSETTLED * limit_s and excused(answers):
             return
-        self._told = True
-        self._tell(exchange, answers, waited_s)
+        here = self._processes_here(answers)
+        states = {rank: state for rank, pid in here.items() if (state := _state(pid))}
+        verdict = judge(answers, self._world_size, states)
+        self._due_s = self._due_s or now_s
+        if verdict.is_sure or now_s - self._due_s >= UNSURE * limit_s:
+            self._told = True
+            self._tell(exchange, verdict, answers, here, waited_s)
 
     def _present_state(self, waited_s: float, window_s: float) -> str:
         """Return what this rank does; of a step that is late, by the last ``window_s`` of it."""
@@ -245,11 +252,15 @@ class Watchdog:
             detail |= {"factor": factor, "own_s": own_s[rank]}
             events.record(EventKind.STRAGGLER, detector="liveness", detail=detail)
 
-    def _tell(self, exchange: Exchange, answers: Mapping[int, Answer], waited_s: float) -> None:
+    def _tell(
+        self,
+        exchange: Exchange,
+        verdict: Verdict,
+        answers: Mapping[int, Answer],
+        here: Mapping[int, int],
+        waited_s: float,
+    ) -> None:
         """Record which ranks are behind, on the first rank that can, and restart if wanted."""
-        here = self._processes_here(answers)
-        states = {rank: _state(pid) for rank, pid in here.items()}
-        verdict = judge(answers, self._world_size, states)
         stalled = {rank: said for rank, said in answers.items() if said["state"] == "stalled"}
         is_first = self._rank == min(stalled)
         if is_first:
@@ -359,8 +370,8 @@ def _started(pid: int) -> int:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process in words: stopped, ended, waiting for a device, or runs."""
+    """Return why a process cannot answer; empty if it runs."""
     try:
-        return _STATES.get(_stat(pid)[0], "runs and does not answer")
+        return _STATES.get(_stat(pid)[0], "")
     except OSError:
         return "ended"

@@ -15,7 +15,7 @@ from torch import nn
 from holdfast import Guard, Hang, events
 from holdfast.events import recorder
 
-STEPS, AT, FLOOR_S, STEP_S = 40, 20, 1.0, 0.02
+STEPS, AT, FLOOR_S, STEP_S = 40, 20, 2.0, 0.02
 
 
 def compute(seconds: float) -> None:

@@ -30,8 +30,10 @@ def named(*answers: Answer, world_size: int = 3) -> list[int]:
 def test_a_rank_that_does_not_answer_is_behind() -> None:
     waits = Entered(5, SUM, "[]", True)
     assert named(said(0, world=waits), said(2, world=waits)) == [1]
-    states = {1: "stopped"}
-    assert judge({0: said(0), 2: said(2)}, 3, states).behind == {1: "stopped"}
+    answers = {0: said(0), 2: said(2)}
+    assert judge(answers, 3, {1: "stopped"})[::2] == ({1: "stopped"}, True)
+    found = judge(answers, 3, {})  # it may be about to answer
+    assert (list(found.behind), found.is_sure) == ([1], False)
 
 
 def test_a_rank_that_has_left_is_behind() -> None:
@@ -61,6 +63,7 @@ def test_nobody_is_named_if_all_wait_in_the_same_collective() -> None:
     waits = Entered(5, SUM, "[]", True)
     found = judge({rank: said(rank, world=waits) for rank in range(3)}, 3, {})
     assert not found.behind
+    assert not found.is_sure
     assert SUM in found.waiting_in
 
 
