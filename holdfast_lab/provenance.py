@@ -2,7 +2,8 @@
 
 A result is kept together with the name of the module that produced it and a hash of every source
 file which that module can execute: its imports within this repository, their imports, and so on.
-When one of these files changes, the hash changes, and the result is reported as stale.
+When the code of one of these files changes, the hash changes, and the result is reported as stale.
+Comments, docstrings and empty lines are no code, and other files, such as tables, count whole.
 
 The files are only parsed, never executed. An edge from one file to another is
 
@@ -18,7 +19,9 @@ versions are recorded beside the hash.
 """
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -36,6 +39,7 @@ HASH_BYTES = 8
 
 State = Literal["current", "stale", "no hash"]
 # Words with dots between them, as in the name of a module or of a file in the same folder.
+_CPP_COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DOTTED = re.compile(r"[\w-]+(\.\w+)+")
 NO_HASH = "no hash: recorded before hashes were kept"
 
@@ -90,12 +94,12 @@ class SourceTree:
         return sorted(files)
 
     def hash_of(self, module: str) -> str:
-        """Return a hash of the paths and contents of all files of ``files_of(module)``."""
+        """Return a hash of the paths and the code of all files of ``files_of(module)``."""
         digest = blake2b(digest_size=HASH_BYTES)
         for path in self.files_of(module):
             name = path.relative_to(self.root).as_posix().encode()
             if path not in self._contents:
-                self._contents[path] = blake2b(path.read_bytes()).digest()
+                self._contents[path] = blake2b(_code_of(path)).digest()
             digest.update(len(name).to_bytes(4, "little") + name + self._contents[path])
         return digest.hexdigest()
 
@@ -190,6 +194,32 @@ def _parse(path: Path, package: str) -> _Parsed:
     if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
         strings = set()  # names of modules that __getattr__ imports on demand
     return _Parsed(tuple(sorted(names)), tuple(sorted(strings)), imported)
+
+
+def _code_of(path: Path) -> bytes:
+    """Return what a file executes: of Python and C++ sources, no comments and no empty lines."""
+    source = path.read_bytes()
+    if path.suffix in (".cpp", ".h"):
+        source = _CPP_COMMENT.sub(b"", source)
+    elif path.suffix == ".py":
+        source = _without_comments(source.decode()).encode()
+    else:
+        return source
+    return b"\n".join(line.rstrip() for line in source.splitlines() if line.strip())
+
+
+def _without_comments(source: str) -> str:
+    """Cut the comments and docstrings out of Python source."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            last = node.end_lineno or node.lineno
+            lines[node.lineno - 1 : last] = [""] * (last + 1 - node.lineno)
+    return "\n".join(lines)
 
 
 def _is_ours(module: str) -> bool:

@@ -78,7 +78,7 @@ def test_native_sources_and_data_files_count(copy: Path) -> None:
     source = copy / "csrc" / "gemm.cpp"
     for module, counts in (("bench.gemm", True), ("holdfast_lab.study.reft.intervals", False)):
         before = SourceTree(copy).hash_of(module)
-        source.write_text(f"{source.read_text()} // {module}")
+        source.write_text(f"{source.read_text()}\nint {module.replace('.', '_')};")
         assert (SourceTree(copy).hash_of(module) != before) == counts
     kernels, targets = copy / "csrc" / "core" / "simd" / "vectors.h", copy / "setup.py"
     kernels.parent.mkdir(parents=True)
@@ -87,6 +87,18 @@ def test_native_sources_and_data_files_count(copy: Path) -> None:
         assert file in SourceTree(copy).files_of("bench.digest")
     trainer = SourceTree(copy).files_of("holdfast_lab.cli.demo")
     assert any(path.suffix == ".toml" for path in trainer)
+
+
+def test_comments_docstrings_and_empty_lines_change_no_hash(copy: Path) -> None:
+    module, native = copy / "bench" / "made_up.py", copy / "csrc" / "gemm.cpp"
+    module.write_text("from holdfast import _C\n\n\ndef f():\n    return '#'\n")
+    before = SourceTree(copy).hash_of("bench.made_up")
+    said = '"""Say\nmore."""\nfrom holdfast import _C  # core\n\n\ndef f():\n    """Return."""\n'
+    module.write_text(f"{said}    return '#'\n")
+    native.write_text("// One.\n\nint one;  /* and\nonly */\n")
+    assert SourceTree(copy).hash_of("bench.made_up") == before
+    module.write_text(f"{said}    return '##'\n")
+    assert SourceTree(copy).hash_of("bench.made_up") != before
 
 
 def test_every_study_and_every_bench_has_a_hash() -> None:
