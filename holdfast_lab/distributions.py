@@ -11,7 +11,17 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["COHERENT", "RANDOM", "Distribution", "Operands", "independent", "normal", "uniform"]
+__all__ = [
+    "COHERENT",
+    "RANDOM",
+    "Distribution",
+    "Draw",
+    "Operands",
+    "independent",
+    "normal",
+    "operands_of",
+    "uniform",
+]
 
 Operands = tuple[torch.Tensor, torch.Tensor]
 Draw = Callable[[int, int, torch.dtype, torch.Generator], torch.Tensor]
@@ -33,7 +43,7 @@ def independent(draw: Draw) -> Distribution:
         draw: Function ``(rows, columns, working dtype, generator)`` that returns a matrix of this
             size.
     """
-    return _pair(draw, draw)
+    return operands_of(draw, draw)
 
 
 def normal(mean: float) -> Distribution:
@@ -72,7 +82,7 @@ def _student_t3(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) 
     return _normal(rows, columns, wide, g) / freedom.square().mean(0).sqrt()
 
 
-def _pair(left: Draw, right: Draw = _normal) -> Distribution:
+def operands_of(left: Draw, right: Draw = _normal) -> Distribution:
     """Make a distribution that draws A by ``left``, then B by ``right``."""
 
     def operands(
@@ -201,16 +211,16 @@ RANDOM: dict[str, Distribution] = {
 
 # Distributions with which the rounding errors of a row are not independent, or products underflow.
 COHERENT: dict[str, Distribution] = {
-    "zero": _pair(_constant(0.0)),
-    "constant": _pair(_constant(1.0), _constant(0.1)),
-    "repeated_rows": _pair(_repeated_row),
-    "repeated_columns": _pair(_normal, _repeated_column),
+    "zero": operands_of(_constant(0.0)),
+    "constant": operands_of(_constant(1.0), _constant(0.1)),
+    "repeated_rows": operands_of(_repeated_row),
+    "repeated_columns": operands_of(_normal, _repeated_column),
     "outlier_1e3": _outlier(1e3),
     "outlier_1e5": _outlier(1e5),
-    "softmax": _pair(_softmax),
-    "causal_softmax": _pair(_causal_softmax),
-    "one_hot": _pair(_one_hot),
-    "padding": _pair(_padding),
+    "softmax": operands_of(_softmax),
+    "causal_softmax": operands_of(_causal_softmax),
+    "one_hot": operands_of(_one_hot),
+    "padding": operands_of(_padding),
     "correlated_signs": _correlated_signs,
     "cancelling": _cancelling,
     "subnormal": _scaled_uniform(_smallest_normal, lambda dtype: 1.0),

@@ -4,9 +4,10 @@ import pytest
 import torch
 from case_loops import for_each
 
+from holdfast_lab.distribution_families import FAMILIES
 from holdfast_lab.distributions import COHERENT, RANDOM, Distribution
 
-EVERY = RANDOM | COHERENT
+EVERY = RANDOM | COHERENT | FAMILIES
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
