@@ -11,7 +11,6 @@ MISSING: dict[str, dict[str, tuple[Verdict, str]]] = {
         "section 6.8": (_GPU, "overhead in FTAN-GEMM on a 910B: < 2 % of 11.98 %"),
     },
     "ATTNChecker": {
-        "section 5.2, by checksums": (_LATER, "5,000 corrections by checksums in each matrix"),
         "table 3, 5,000 trials": (_LATER, "5,000 trials in each cell; 24 are run"),
     },
     "SDC study": {

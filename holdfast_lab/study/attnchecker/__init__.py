@@ -1,6 +1,7 @@
 """Studies of the ATTNChecker paper, which checks sections of attention at adaptive frequencies."""
 
 from holdfast_lab.study.attnchecker import (
+    checksum_repair,
     coverage,
     detection,
     encoding,
@@ -20,6 +21,7 @@ STUDIES = (
     vulnerability.STUDY,
     coverage.STUDY,
     detection.STUDY,
+    checksum_repair.STUDY,
     loss.STUDY,
     overhead.STUDY,
     encoding.STUDY,

@@ -55,7 +55,14 @@ def injected_rows(product: Computed, matrix: Matrix, strike: Strike, wanted: int
     return counts
 
 
-def _one_pass(product: Computed, matrix: Matrix, strike: Strike, wanted: int) -> Counts:
+def struck_rows(
+    product: Computed, matrix: Matrix, strike: Strike, wanted: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Overwrite one element in each of up to ``wanted`` rows of a copy of the product.
+
+    Returns:
+        The copy [batch, M, N], and the indices of the rows in [batch · M].
+    """
     c = product.c.clone()
     values = matrix.of(c.view(-1, c.shape[-1]))
     eligible, new = strike.effect(values)
@@ -63,6 +70,11 @@ def _one_pass(product: Computed, matrix: Matrix, strike: Strike, wanted: int) ->
     place = lots.argmax(1, keepdim=True)
     rows = eligible.any(1).nonzero().flatten()[:wanted]
     values[rows] = values[rows].scatter(1, place[rows], new[rows].gather(1, place[rows]))
+    return c, rows
+
+
+def _one_pass(product: Computed, matrix: Matrix, strike: Strike, wanted: int) -> Counts:
+    c, rows = struck_rows(product, matrix, strike, wanted)
     detected = product.suspects(c).flatten()[rows]
     missed = rows[~detected]
     batch_and_row = missed // c.shape[1], missed % c.shape[1]

@@ -19,6 +19,7 @@ FAULTS = 5000
 _ALL = counted(Rate(FAULTS, FAULTS), f"all of about {FAULTS:,} in each matrix")
 ALL_DETECTED = Published(100.0, "section 5.2", _ALL)
 ALL_CORRECTED = Published(100.0, "section 5.2, corrected", _ALL)
+REBUILT = Published(100.0, "section 5.2, by checksums", _ALL)
 # A recomputation for which a clean copy stands cannot leave a fault that was detected.
 CORRECTED_BY_COPY = Published(100.0, "section 5.2, corrected", _ALL, kind="certain")
 

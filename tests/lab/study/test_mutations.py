@@ -127,6 +127,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ("no row is suspected", "attnchecker.detection", ALL,
      {"holdfast_lab.campaign.workload:Computed.suspects": NONE,
       "holdfast_lab.campaign.end_to_end:protect": UNCHECKED}, ONE),
+    ("the element beside the wrong one is rebuilt", "attnchecker.checksum-repair", ALL,
+     {"holdfast.abft.checksums.extreme:_locate":
+      lambda f: lambda found: (f(found) + 1) % found.encoding.count}, ONE),
     ("training is not verified", "attnchecker.loss", ALL, {"protect": UNCHECKED}, ONE),
     ("checks take six times as long", "attnchecker.overhead", ALL,
      {"overheads": slower(30.0)}, ONE | {"overheads": slower(5.0)}),
@@ -182,6 +185,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 FIRST = {
     *("vabft.tightness-fp32", "vabft.false-positives", "vabft.detection"),
     *("attnchecker.gemm-share", "attnchecker.coverage", "attnchecker.frequencies"),
+    "attnchecker.checksum-repair",
     *("sdc.gradients", "sdc.drift", "sdc.bf16"),
     *("dlrm.gemm-detection", "dlrm.gemm-overhead", "reft.survival", "reft.intervals"),
 }
