@@ -19,7 +19,7 @@ MISSING: dict[str, dict[str, tuple[Verdict, str]]] = {
         "table 4": (_LATER, "learning rates and sizes of the tasks: one small task stands for all"),
         "table 3 and 5, other tasks": (_LATER, "MathQA, ScienceQA, OpenbookQA, BoolQ and RACE"),
     },
-    "DLRM": {"section IV-C3": (_LATER, "choice of the modulus, among others than 127")},
+    "DLRM": {},
     "REFT": {
         "figure 3": (_GPU, "utilisation of CPU and GPU in pretraining"),
         "figure 9, device to host": (_GPU, "more than 3 times CheckFreq's speed"),

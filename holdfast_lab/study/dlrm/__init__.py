@@ -6,11 +6,13 @@ from holdfast_lab.study.dlrm import (
     embedding_overhead,
     gemm_detection,
     gemm_overhead,
+    modulus,
 )
 
 STUDIES = (
     gemm_overhead.STUDY,
     gemm_detection.STUDY,
+    modulus.STUDY,
     embedding_overhead.STUDY,
     embedding_detection.STUDY,
     algorithm_2.STUDY,

@@ -160,6 +160,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ("int8 products are suspected only where clean", "dlrm.gemm-detection", ALL,
      {"Target._count": lambda f: lambda self, counts, _, changes: f(self, counts, None, changes),
       "Target.multiply": fixed((torch.zeros(1), torch.zeros(1)))}),
+    ("remainders of another modulus", "dlrm.modulus", ALL,
+     {"detects": lambda f: lambda changes, modulus: f(changes, 129 - modulus)}),
     ("a bound without meaning", "dlrm.embedding-detection", "table III, high bits",
      {"PAPERS_BOUND": fixed(1.0)}),
     ("checks of int8 products add half the time", "dlrm.gemm-overhead", ALL,
@@ -187,7 +189,13 @@ FIRST = {
     *("attnchecker.gemm-share", "attnchecker.coverage", "attnchecker.frequencies"),
     "attnchecker.checksum-repair",
     *("sdc.gradients", "sdc.drift", "sdc.bf16"),
-    *("dlrm.gemm-detection", "dlrm.gemm-overhead", "reft.survival", "reft.intervals"),
+    *(
+        "dlrm.gemm-detection",
+        "dlrm.modulus",
+        "dlrm.gemm-overhead",
+        "reft.survival",
+        "reft.intervals",
+    ),
 }
 
 
