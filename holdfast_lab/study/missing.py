@@ -14,7 +14,6 @@ MISSING: dict[str, dict[str, tuple[Verdict, str]]] = {
         "table 3, 5,000 trials": (_LATER, "5,000 trials in each cell; 24 are run"),
     },
     "SDC study": {
-        "figure 3": (_LATER, "spikes of nodes 7 and 14 over time"),
         "figure 7": (_LATER, "losses of fine-tuning; node 6's spike is not emulated"),
         "table 4": (_LATER, "learning rates and sizes of the tasks: one small task stands for all"),
         "table 3 and 5, other tasks": (_LATER, "MathQA, ScienceQA, OpenbookQA, BoolQ and RACE"),

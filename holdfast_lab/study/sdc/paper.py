@@ -44,6 +44,13 @@ FIRST_STEPS = Published(
     printed="large initial spikes",
     kind="input",
 )
+MOSTLY_NONE = Published(
+    None,
+    "figure 3",
+    Range(nextafter(50.0, 51.0), 100.0, "no mismatch during the majority of the time"),
+    printed="most of them",
+    kind="input",
+)
 NO_MISMATCH = Published(0.0, "section 3.1", exactly(0.0, "healthy nodes agree bit for bit"))
 
 

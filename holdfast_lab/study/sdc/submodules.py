@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FREQUENCY, SEVERITY, FIRST = "mismatch frequency", "worst severity", "the first steps"
+SPIKES, SPIKING_NODES = "spikes over time", (7, 14)
 LAYER_FREQUENCY, LAYER_SEVERITY = "mismatch frequency by layer", "worst severity by layer"
 TRIPLE = "the instrument"
 WANTED = 60  # mismatches of the rarest kind that a run should see
@@ -69,12 +70,16 @@ class Suspect:
         )
         self.first: Found = {}
         self.rest: Found = {}
+        self.steps = self.quiet_steps = 0  # those without a mismatch of the first submodule
 
     def step(self, trainee: Trainee, reference: Reference, step: int) -> None:
         """Compute a step on the node, comparing each submodule with the healthy pass."""
         found = self.first if self.profile.start_spike and step < SPIKE_STEPS else self.rest
+        before = self.rate(found, SUBMODULES[0]).count
         with reference.compared(found), self.device:
             trainee.gradients(step)
+        self.steps += 1
+        self.quiet_steps += self.rate(found, SUBMODULES[0]).count == before
 
     def rate(self, found: Found, submodule: str, layer: int | None = None) -> Rate:
         """Return the share of mismatching values in one layer or in all layers."""
@@ -147,6 +152,8 @@ def _rows(suspects: list[Suspect], size: Size) -> Iterator[Row]:
     for suspect in suspects:
         if suspect.profile.start_spike:
             yield _first_row(suspect)
+        if suspect.profile.node in SPIKING_NODES:
+            yield _spikes_row(suspect)
     for make in (_layer_frequency, _layer_severity):
         for suspect in suspects:
             if suspect.profile.frequency:
@@ -180,6 +187,12 @@ def _first_row(suspect: Suspect) -> Row:
     measured = {f"{name}, first steps over later": first / later}
     case: Case = {"node": suspect.profile.node, "steps": SPIKE_STEPS}
     return Row(FIRST, case, measured, dict.fromkeys(measured, paper.FIRST_STEPS))
+
+
+def _spikes_row(suspect: Suspect) -> Row:
+    rates = {f"{SUBMODULES[0]}, steps without, %": Rate(suspect.quiet_steps, suspect.steps)}
+    published = dict.fromkeys(rates, paper.MOSTLY_NONE)
+    return Row.of_rates(SPIKES, {"node": suspect.profile.node}, rates, published)
 
 
 def _layer_frequency(suspect: Suspect, layer: int, layers: int) -> Row:
@@ -236,7 +249,7 @@ def _points(axes: "Axes", rows: list[Row]) -> None:
 
 STUDY = Study(
     name="sdc.submodules",
-    paper="SDC study, tables 1, 2 and 6 to 9, figure 4",
+    paper="SDC study, tables 1, 2 and 6 to 9, figures 3 and 4",
     reproduces="how often values of attention and FFN are wrong on each of fifteen unhealthy "
     "nodes, and how far, as the unhealthy-device emulator gives it",
     run=_run,

@@ -144,7 +144,8 @@ MUTATIONS: tuple[Mutation, ...] = (
      | {"median_s": fixed(1.0), "correction_s": fixed([0.002]), "checkpoint_s": fixed((0.9, 0.9))}),
     ("values are compared with others", "sdc.submodules", ALL,
      {"holdfast_lab.study.sdc.lockstep:Mismatches.add":
-      lambda f: lambda self, healthy, values: f(self, healthy, values * 1.01)}, NODES),
+      lambda f: lambda self, healthy, values: f(self, healthy, values * 1.01)},
+     {"NODES": fixed((1, 7, 10, 13))}),
     ("equal gradients differ", "sdc.gradients", ALL, {"distance": NOISY}, NODES),
     ("equal weights differ, errors have no bound", "sdc.drift",
      "section 3.1; section 6.2, node 13; figure 6, losses",
