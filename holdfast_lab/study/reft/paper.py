@@ -56,6 +56,14 @@ WEAK_SCALING = Published(18.74, "section 6.2, weak scaling", at_least("18.74"))
 # Of those packages on a cloud storage; measured here are a local disk and ``torch.save``.
 OVER_TORCHSNAPSHOT = Published(14.11, "section 6.2, TorchSnapshot")
 OVER_CHECKFREQ = Published(106.02, "section 6.2, CheckFreq")
+STAGE_SECONDS = Published(None, "figure 11", printed="curves without numbers")
+RESTART = Published(
+    3.21,
+    "section 6.2, restart",
+    rounded("3.21"),
+    "the paper's 58 s include its network and its disk; here both nodes share one machine, and "
+    "what is read was just written, so that the disk's cache has it",
+)
 
 
 def copied_by_a_node(nodes: int, state_bytes: int) -> Published:

@@ -80,23 +80,29 @@ class Group:
         (coding,) = striping.encodings(node)
         return striping.shard(node).nbytes + sum(source.nbytes for source in coding.sources)
 
-    def check(self, lost: int) -> None:
-        """Check that the other nodes' memory reproduces the shard of a lost node bit for bit.
-
-        Raises:
-            RuntimeError: It does not, so that no measured time is valid.
-        """
-        striping = self.shares[0].striping
+    def decoded(self, lost: int) -> list[tuple[Fragment, torch.Tensor]]:
+        """Compute the fragments of a lost node's shard from what the other nodes hold."""
+        striping, found = self.shares[0].striping, []
         for stripe in range(striping.nodes):
             target = striping.fragment(stripe, lost)
             if target.role >= striping.data_blocks or not target.nbytes:
                 continue
             others = [each for each in striping.stripe(stripe) if each.node != lost]
             sources = {s.role: self._held(s).numpy() for s in others[: striping.data_blocks]}
-            found = torch.empty(target.nbytes, dtype=torch.uint8)
-            erasure_code.decode({target.role: found.numpy()}, sources, striping.data_blocks)
-            if not torch.equal(found, self._state(striping.place(target))):
-                raise RuntimeError(f"stripe {stripe} of {lost} came back wrong")
+            fragment = torch.empty(target.nbytes, dtype=torch.uint8)
+            erasure_code.decode({target.role: fragment.numpy()}, sources, striping.data_blocks)
+            found.append((target, fragment))
+        return found
+
+    def check(self, lost: int) -> None:
+        """Check that the other nodes' memory reproduces the shard of a lost node bit for bit.
+
+        Raises:
+            RuntimeError: It does not, so that no measured time is valid.
+        """
+        for target, fragment in self.decoded(lost):
+            if not torch.equal(fragment, self._state(self.shares[0].striping.place(target))):
+                raise RuntimeError(f"a fragment of {lost} came back wrong: {target}")
 
     def _held(self, fragment: Fragment) -> torch.Tensor:
         return self.buffers[fragment.node][fragment.offset : fragment.offset + fragment.nbytes]
@@ -181,15 +187,20 @@ def raw_write_s(folder: Path, nbytes: int, bucket: int = _CHUNK_BYTES) -> float:
     return seconds(run)
 
 
+def write_checkpoint(state: object, path: Path) -> None:
+    """Write a file by ``torch.save``, until the disk has it."""
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def torch_save_s(folder: Path, nbytes: int) -> float:
     """Measure the time of ``torch.save``, serialisation included."""
     tensor, path = touched(nbytes), folder / "saved"
 
     def run() -> None:
-        with open(path, "wb") as file:
-            torch.save(tensor, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_checkpoint(tensor, path)
         path.unlink()
 
     return seconds(run)

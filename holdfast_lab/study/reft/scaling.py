@@ -28,6 +28,7 @@ SAVED, SCALING = "with parity, GB/s", "with parity / 1 path"
 SHARD, SHARD_SCALING = "shards alone, GB/s", "shards alone / 1 path"
 COPIED = "read by a node, × state"
 SPEED, OVER_ONE, LARGEST = "GB/s", "/ 1 stage", "largest stage, × mean"
+SECONDS = "seconds"
 OVER_RAW, OVER_SAVE = "/ raw writes", "/ torch.save"
 PATHS = (1, 2, 4, 6, 12, 24)
 COMPARED_PATHS = 24
@@ -139,9 +140,11 @@ def _stages(model: Opt, count: int, slowest_s: float, one_s: float) -> Row:
         SPEED: model.state_bytes / slowest_s / 1e9,
         OVER_ONE: one_s / slowest_s,
         LARGEST: max(sizes) * count / sum(sizes),
+        SECONDS: slowest_s,
     }
+    published = {OVER_ONE: paper.linear(count), SECONDS: paper.STAGE_SECONDS}
     case: Case = {"model": model.name, "stages": count, "MB": round(model.state_bytes / 1e6)}
-    return Row(STAGES, case, measured, {OVER_ONE: paper.linear(count)}, _ALONE_NOTE)
+    return Row(STAGES, case, measured, published, _ALONE_NOTE)
 
 
 def _weak_verdict(rows: list[Row]) -> str:
