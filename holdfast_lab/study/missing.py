@@ -7,7 +7,6 @@ _LATER, _GPU = Verdict.NOT_DONE, Verdict.NOT_HERE
 # Every other table and figure is the source of a published value, or a drawing (``DRAWINGS``).
 MISSING: dict[str, dict[str, tuple[Verdict, str]]] = {
     "V-ABFT": {
-        "section 6.7, models": (_LATER, "LLaMA-7B, GPT-2, ViT: MiniLM stands for them"),
         "section 6.8": (_GPU, "overhead in FTAN-GEMM on a 910B: < 2 % of 11.98 %"),
     },
     "ATTNChecker": {

@@ -10,6 +10,7 @@ from holdfast_lab.study.vabft import (
     real_weights,
     scaling,
     tightness,
+    trained_models,
 )
 
 STUDIES = (
@@ -22,4 +23,5 @@ STUDIES = (
     detection.STUDY,
     scaling.STUDY,
     real_weights.STUDY,
+    trained_models.STUDY,
 )

@@ -116,6 +116,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ("bounds divided by a thousand", "vabft.coherent", ALL, bounds(TINY, V, A)),
     ("bounds divided by a thousand", "vabft.real-weights", ALL, bounds(TINY, V),
      {"model_directory": fixed(""), "passages": fixed(""), "MiniLM.load": fixed(OneProduct())}),
+    ("bounds divided by a thousand", "vabft.trained-models", ALL, bounds(TINY, V)),
     ("bounds K times as large", "vabft.detection", "table 8, bits 10 to 14",
      bounds(lambda product: 1e3 * product.inner, V)),
     ("a softmax of thirty operations", "attnchecker.gemm-share", ALL,
