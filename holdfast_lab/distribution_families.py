@@ -5,7 +5,7 @@ counts false alarms and compares thresholds with the errors that occur.
 """
 
 from collections.abc import Callable
-from math import sqrt
+from math import log, sqrt
 
 import torch
 from torch.nn import functional
@@ -118,8 +118,8 @@ FAMILIES: dict[str, Distribution] = {
     "lognormal_half": _of_normal(lambda x: (x / 2).exp()),
     "lognormal_1": _of_normal(torch.exp),
     "lognormal_2": _of_normal(lambda x: (2 * x).exp()),
-    "laplace": _of_normal(lambda x: x.sign() * -torch.special.ndtr(-x.abs()).mul(2).log()),
-    "exponential": _of_normal(lambda x: -torch.special.ndtr(x).log()),
+    "laplace": _of_normal(lambda x: x.sign() * -(torch.special.log_ndtr(-x.abs()) + log(2))),
+    "exponential": _of_normal(lambda x: -torch.special.log_ndtr(x)),
     "cubed": _of_normal(lambda x: x**3),
     "t2": _student(2),
     "t5": _student(5),
