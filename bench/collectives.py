@@ -9,6 +9,7 @@ must leave the bits of one without them.
 """
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
@@ -118,6 +119,7 @@ def rank(number: int, folder: str, options: argparse.Namespace, rows: Any) -> No
     found = [event for event in events.recent() if event.kind == "collective_fault"]
     rows.put((number, on == off and not found, row))
     dist.barrier()
+    gc.collect()  # or gloo's threads can hang this process
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """A run under ``holdfast run`` that notes which samples each rank sees in each step."""
 
+import gc
 import json
 import os
 import sys
@@ -19,6 +20,12 @@ GLOBAL_BATCH = 12
 
 def main(folder: Path, steps: int, pace_s: float) -> None:
     dist.init_process_group("gloo")
+    train(folder, steps, pace_s)
+    gc.collect()  # or gloo's threads can hang this process
+    dist.destroy_process_group()
+
+
+def train(folder: Path, steps: int, pace_s: float) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     lives: list[int | None] = [None] * ranks
     dist.all_gather_object(lives, os.getpid())  # of rank 0, which all ranks note
@@ -49,7 +56,6 @@ def main(folder: Path, steps: int, pace_s: float) -> None:
                 line["samples"] = batch.tolist()
                 file.write(json.dumps(line) + "\n")
             time.sleep(pace_s)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

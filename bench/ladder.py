@@ -16,6 +16,7 @@ of which the last snapshot is committed: no copy overlaps the other side's time.
 """
 
 import argparse
+import gc
 import json
 import os
 import tempfile
@@ -178,6 +179,8 @@ def _rank(rank: int, store: str, said: str, size: Size, dtype: str, steps: int, 
     if rank == 0:
         Path(said).write_text(json.dumps(row))
     dist.barrier()
+    del sides, side, none, shadowed
+    gc.collect()  # or gloo's threads can hang this process
     dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ counted until it is named, for many seeds.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -102,6 +103,8 @@ def _rank(rank: int, store: str, said: str, steps: int, trials: int, seed: int) 
     if rank == 0:
         told.write_text(json.dumps(result))
     dist.barrier()
+    del training
+    gc.collect()  # or gloo's threads can hang this process
     dist.destroy_process_group()
 
 

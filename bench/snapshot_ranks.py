@@ -19,6 +19,7 @@ and the two protect each other by a parity.
 """
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -28,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -45,16 +45,17 @@ from bench.rows import record
 from bench.snapshot_memory import smp_of
 from bench.snapshot_peers import last_line
 from bench.snapshot_worker import Training, nbytes_of
+from bench.stacks import show_on_demand, whereabouts
 from holdfast import config
 from holdfast.snapshot.client.snapshots import Snapshots
-from holdfast.snapshot.node.launch import stop_smp
+from holdfast.snapshot.node.launch import LOG_NAME, stop_smp
 from holdfast.snapshot.node.supervisor import end_with_parent
 
 RANKS = {"one": 1, "ddp": 2, "fsdp2": 2}
 GOALS = {"one": 1.10, "ddp": 1.05, "fsdp2": 1.10}
 SAVED_STEPS = 3
 WARM_UP = 2  # pairs that are not timed: the first snapshot into each slot maps its pages
-LIMIT_S = 600.0
+LIMIT_S, POLL_S = 600.0, 0.05  # of one life
 PATIENCE = timedelta(seconds=60)
 Row = dict[str, Any]
 
@@ -211,11 +212,22 @@ def check(rank: Rank, folder: Path) -> None:
 def be_rank(args: argparse.Namespace) -> None:
     """Live one life of one rank."""
     end_with_parent()
+    show_on_demand()
     torch.set_num_threads(1)
     if config.world_size() > 1:
         meeting = f"file://{args.folder}/meeting-{args.life}"
         place = {"rank": config.rank(), "world_size": config.world_size()}
         distributed.init_process_group("gloo", init_method=meeting, timeout=PATIENCE, **place)
+    live(args)
+    # Only without the model: if DDP's reducer is the last to let go of the group, it joins gloo's
+    # threads while it has Python's lock, for which one of them waits if it frees a tensor.
+    gc.collect()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def live(args: argparse.Namespace) -> None:
+    """Save and die in the first life; restore and be timed in the second."""
     rank = Rank(args, seed=args.life)
     if args.life == 0:
         save(rank, args.folder)
@@ -224,15 +236,13 @@ def be_rank(args: argparse.Namespace) -> None:
     if config.rank() == 0:
         (args.folder / "row.json").write_text(json.dumps(row))
     rank.snapshots.close(finished=True)
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def run_life(args: argparse.Namespace, mode: str, folder: Path, life: int) -> None:
     """Start all ranks and wait for their end; none outlives this.
 
     Raises:
-        SystemExit: a rank ended otherwise than it should, or not in time.
+        SystemExit: a rank ended otherwise than it should, or not in time; says where all are.
     """
     count, expected = RANKS[mode], -signal.SIGKILL if life == 0 else 0
     words = [sys.executable, "-W", "ignore", "-m", "bench.snapshot_ranks", "--mode", mode]
@@ -244,18 +254,31 @@ def run_life(args: argparse.Namespace, mode: str, folder: Path, life: int) -> No
         subprocess.Popen(words, env=place(args, rank, count, folder), stdout=log, stderr=log)
         for rank, log in enumerate(path.open("ab") for path in logs)
     ]
-    deadline = time.monotonic() + LIMIT_S
     try:
-        for rank, process in enumerate(ranks):
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            if process.returncode != expected:
-                ended = f"rank {rank} of {mode}, life {life}, exit code {process.returncode}"
-                raise SystemExit(f"{ended}: {last_line(logs[rank])}")
+        if trouble := awaited(ranks, expected):
+            smps = [last_line(log) for log in folder.glob(f"node-*/{LOG_NAME}")]
+            said = f"{mode}, life {life}: {trouble}; the SMPs said last: {smps}"
+            raise SystemExit(f"{said}\n{whereabouts(ranks, logs)}")
     finally:
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def awaited(ranks: Sequence["subprocess.Popen[bytes]"], expected: int) -> str:
+    """Wait until all have ended with the expected code; return what went wrong, or ``""``.
+
+    All are watched at once: gloo waits five times its limit for a rank that ended before it had
+    connected, and nobody would learn from that rank why.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    while (codes := [process.poll() for process in ranks]) != [expected] * len(ranks):
+        if failed := [rank for rank, code in enumerate(codes) if code not in (None, expected)]:
+            return f"rank {failed[0]} ended with exit code {codes[failed[0]]}"
+        if time.monotonic() > deadline:
+            return f"not done within {LIMIT_S:g} s"
+        time.sleep(POLL_S)
+    return ""
 
 
 def place(args: argparse.Namespace, rank: int, count: int, folder: Path) -> dict[str, str]:

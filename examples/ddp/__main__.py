@@ -1,5 +1,6 @@
 """Train a small model under DDP. Kill it and start it again: it goes on where it was."""
 
+import gc
 import sys
 
 import torch
@@ -12,6 +13,13 @@ from holdfast import Guard, Snapshots, protect
 
 def main(run_dir: str, steps: int = 12) -> float:
     dist.init_process_group("gloo")
+    loss = train(run_dir, steps)
+    gc.collect()  # gloo's threads can hang a process whose wrapper is freed after the group
+    dist.destroy_process_group()
+    return loss
+
+
+def train(run_dir: str, steps: int) -> float:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
     model: nn.Module = DistributedDataParallel(net)
@@ -31,7 +39,6 @@ def main(run_dir: str, steps: int = 12) -> float:
         for step in range(guard.steps_done, steps):
             draw = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
             loss = guard.step(forward_backward, torch.randn(16, 8, generator=draw))
-    dist.destroy_process_group()
     return float(loss)
 
 

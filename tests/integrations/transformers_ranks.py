@@ -3,6 +3,7 @@
 They write the digests of a bare run, and of a guarded one with an INF on one rank, which is killed.
 """
 
+import gc
 import json
 import os
 import signal
@@ -41,6 +42,8 @@ def train(rank: int, port: int, folder: Path, life: str) -> None:
     digest = outcome(program, on_pass, run_dir=None if life == "bare" else folder / "run")
     result = {"digest": digest, "resumed": program.resumed}
     (folder / f"{life}.{rank}").write_text(json.dumps(result))
+    del program
+    gc.collect()  # or gloo's threads can hang this process
     torch.distributed.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Three data-parallel ranks, one of them on an unhealthy node, that train under each defence."""
 
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -214,6 +215,8 @@ def _work(
         if rank == 0:
             said.send(outcome)
     dist.barrier()
+    del worker
+    gc.collect()  # or gloo's threads can hang this process
     dist.destroy_process_group()
 
 
