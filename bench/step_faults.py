@@ -34,7 +34,7 @@ from holdfast_lab.step_faults.training import Subject
 from holdfast_lab.step_faults.trials import MODES, Trials
 
 CLAIM, BATCHES = "step_faults", 4
-# Fused attention with dropout is not covered, as report() says.
+# Without dropout of attention, which would hide some of the faults.
 SMALL = Size(32, 2, 2, 64, 16, 2, 16, 4, 4, 8, 3, 8, (1, 1, 1, 1), 0.0)
 
 

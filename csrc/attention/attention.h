@@ -23,6 +23,8 @@ struct Attention {
   std::optional<at::Tensor> mask;
   bool causal = false;
   double scale = 1;
+  at::Tensor kept;  // bool [batch, heads, Lq, Lk], what dropout keeps; undefined without dropout
+  double dropout = 0;  // the probability of dropping
 };
 
 // What was decided about one suspect row.
@@ -82,6 +84,10 @@ inline auto& on_attention_findings =
     *new Callback<const SiteKey&, const AttentionReport&, const at::Tensor&>;
 
 void intercept_attention(torch::Library& library);
+
+// Draws what dropout keeps as torch does where it writes attention out, by bernoulli_ on a tensor of
+// the scores' sizes and dtype: bool, true for what is kept.
+at::Tensor draw_kept(at::IntArrayRef sizes, double dropout, at::ScalarType scores);
 
 // Returns why this problem is left to torch's own kernel, or null if it is not.
 const char* unsupported(const Attention& problem);

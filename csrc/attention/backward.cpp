@@ -304,6 +304,7 @@ class Backward {
         s.scores.data(),
         s.gradients.data(),
         mask_.template tile<T>(place, rows, columns, s.mask.data()),
+        dropout_of<T>(problem_, place),
         static_cast<T>(problem_.scale),
         signs_of<T>(kKeyTile),
         s.keys.row_sums(matrix, tile),
@@ -416,7 +417,7 @@ class Backward {
         tile, shapes_, s.query.data(), work.rows, work.row(Row::s_signed), work.row(Row::s_square));
   }
 
-  // Computes dKᵀ += Qᵀ dS or dVᵀ += dOᵀ P.
+  // Computes dKᵀ += Qᵀ dS or dVᵀ += dOᵀ D.
   void add_pairs(
       const Buffer<T>& left, const Buffer<uint16_t>& narrow_left, int64_t padded_rows,
       const T* right, int64_t padded, T* sum, S& s) {

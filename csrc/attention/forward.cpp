@@ -253,6 +253,7 @@ class Forward {
         shapes_.stride(),
         scratch.scores.data(),
         mask_.template tile<T>(place, rows, columns, scratch.mask.data()),
+        dropout_of<T>(problem_, place),
         static_cast<T>(problem_.scale),
         signs_of<T>(kKeyTile),
         scratch.expected(),
@@ -297,25 +298,27 @@ class Forward {
   }
 
   // Lets a probe change exponentials; updates the sums and makes the checks as the pass would have.
+  // With dropout the probe sees and changes them as they are after it.
   std::optional<Failure> strike_exponentials(
       const TileProduct<T>& product, const SoftmaxTile<T>& work) const {
     std::optional<Failure> failure;
+    const T most = work.dropout.factor;
     visit_computed(
         checks_.probe, Stage::exponentials, work.scores, work.rows, work.columns, work.stride,
         product, shapes_, [&](int64_t row, int64_t column, T before) {
           const T* p = work.scores + row * work.stride;
           const T now = p[column], change = now - before;
           const T* end = p + work.columns;
-          const bool attained = before != 1 || std::find(p, end, T(1)) != end;
-          const bool within = now >= 0 && now <= 1 && !std::signbit(now);
+          const bool attained = before != most || std::find(p, end, most) != end;
+          const bool within = now >= 0 && now <= most && !std::signbit(now);
           if (work.excused[row] == 0 && !(within && attained) && !failure) {
             failure = failed(Wrong::probabilities, product.place, row);
           }
-          work.state.sum[row] += change;
-          work.state.sum_copy[row] += change;
+          work.state.sum[row] += change / most;
+          work.state.sum_copy[row] += change / most;
           work.state.carry[row] += change * work.value_sums[column];
           work.state.cross[row] += change * work.cross_sums[column];
-          work.state.weight[row] += change * work.largest;
+          work.state.weight[row] += change * most * work.largest;
         });
     return failure;
   }

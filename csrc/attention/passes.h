@@ -29,16 +29,26 @@ struct TileMask {
   int64_t diagonal = INT64_MAX / 2;  // Row i sees the columns below i + diagonal.
 };
 
+// What dropout keeps of a tile: a byte for each probability, which is 1 if it is kept, and the
+// factor of those that are kept.
+template <typename T>
+struct TileDropout {
+  const uint8_t* kept = nullptr;  // null without dropout
+  int64_t stride = 0;
+  T factor = 1;
+};
+
 // The running state of the rows of a query tile. What no checksum covers is kept twice.
 template <typename T>
 struct SoftmaxState {
   T *maximum, *sum;  // These are m and l.
   T *maximum_copy, *sum_copy;  // They are computed a second time.
-  T *carry, *cross;  // Σ_j P_ij (V r)_j, which Σ_d r_d O_id must equal; also with other signs.
-  T* weight;  // An upper bound of Σ_j P_ij² z_j, for the threshold.
+  T *carry, *cross;  // Σ_j D_ij (V r)_j, which Σ_d r_d O_id must equal; also with other signs.
+  T* weight;  // An upper bound of Σ_j D_ij² z_j, for the threshold.
 };
 
-// The forward pass over a tile, in place: scores S become probabilities exp(scale S + mask − m).
+// The forward pass over a tile, in place: scores S become probabilities P = exp(scale S + mask − m),
+// and with dropout D = P ∘ kept · factor, while l is the sum of P. Without dropout D is P.
 // Before the scores of a row are used, their signed sum is compared with `expected`, within
 // `limit`. The first `columns` belong to keys; from there to `padded`, a multiple of kTileStep, the
 // scores and the probabilities are zero.
@@ -49,6 +59,7 @@ struct SoftmaxTile {
   int64_t rows, columns, padded, stride;
   T* scores;
   TileMask<T> mask;
+  TileDropout<T> dropout;
   T scale;
   const T *signs, *expected, *limit, *value_sums, *cross_sums;
   T largest;  // The largest z_j.
@@ -62,20 +73,20 @@ struct SoftmaxTile {
 enum class GradientRow : int {
   expected_scores,  // the checksum of the row of S, and what it may be off by
   limit_scores,
-  expected_gradients,  // the same of dP
+  expected_gradients,  // the same of dD
   limit_gradients,
   lse,
   delta,  // δ = Σ_k dO_ik O_ik, and the same computed a second time
   delta_copy,
   most,  // what no element of P may exceed
   slack,  // what Σ_j P_ij may differ from 1 by
-  p_signed,  // Σ_j r_j P_ij
-  p_square,  // Σ_j P_ij², or more where squares underflow
+  p_signed,  // Σ_j r_j D_ij
+  p_square,  // Σ_j D_ij², or more where squares underflow
   s_signed,  // the same two of dS
   s_square,
   p_sum,  // Σ_j P_ij and Σ_j dS_ij before they are rounded
   s_sum,
-  p_dot,  // Σ_j P_ij dP_ij
+  p_dot,  // Σ_j D_ij dD_ij, which is Σ_j P_ij dP_ij
   p_total,  // Σ_j P_ij over the tiles so far
   carry,  // Σ_j dS_ij (K r)_j over the tiles so far
   factor,
@@ -91,14 +102,15 @@ T* row_of(T* values, GradientRow which) {
   return values + static_cast<int64_t>(which) * kQueryTile;
 }
 
-// The backward pass over a tile, in place: S becomes P = exp(scale S + mask − lse), and dP becomes
-// dS = P ∘ (dP − δ).
+// The backward pass over a tile, in place: S becomes D, as in the forward pass, of P = exp(scale S +
+// mask − lse), and dD = dO Vᵀ becomes dS = P ∘ (dP − δ) with dP = dD ∘ kept · factor.
 template <typename T>
 struct GradientTile {
   bool narrow;  // P and dS are rounded to bf16.
   int64_t rows, columns, padded, stride;
   T *scores, *gradients;
   TileMask<T> mask;
+  TileDropout<T> dropout;
   T scale;
   const T *signs, *key_sums;  // r_j and (K r)_j
   T* values;  // of each GradientRow
@@ -148,6 +160,13 @@ struct AttentionPasses {
   void (*narrow_pairs)(
       const float* from, int64_t rows, int64_t width, int64_t stride, uint16_t* to,
       int64_t to_stride);
+  // The generator MT19937 of Matsumoto and Nishimura: computes its next 624 numbers in place, and
+  // tempers some of them.
+  void (*advance)(uint32_t* state);
+  void (*temper)(const uint32_t* state, int64_t count, uint32_t* to);
+  // Sets to[i] to 1 if the lower 53 bits of a pair of numbers, the upper half first, are below
+  // `limit`, and to 0 if not.
+  void (*below)(const uint32_t* words, int64_t pairs, uint64_t limit, uint8_t* to);
   const char* name;
 };
 

@@ -57,6 +57,16 @@ TileMask<T> Mask::tile(const TilePlace& place, int64_t rows, int64_t columns, T*
 }
 
 template <typename T>
+TileDropout<T> dropout_of(const Attention& problem, const TilePlace& place) {
+  if (!problem.kept.defined()) return {};
+  const int64_t row = place.query_tile * kQueryTile, columns = problem.kept.size(3);
+  const int64_t matrix = place.batch * problem.kept.size(1) + place.head;
+  const auto* kept = static_cast<const uint8_t*>(problem.kept.const_data_ptr());
+  kept += (matrix * problem.kept.size(2) + row) * columns + place.key_tile * kKeyTile;
+  return {kept, columns, static_cast<T>(1 / (1 - problem.dropout))};
+}
+
+template <typename T>
 bool Mask::strange(const TilePlace& place, int64_t row, int64_t columns) const {
   if (!mask_.defined()) return false;
   const T* values = mask_row<T>(mask_, strides_, place, row);
@@ -354,6 +364,7 @@ void for_tasks(int64_t tasks, bool serial, const std::function<void(int64_t, int
 
 #define HOLDFAST_TILES(T)                                                                        \
   template TileMask<T> Mask::tile<T>(const TilePlace&, int64_t, int64_t, T*) const;              \
+  template TileDropout<T> dropout_of<T>(const Attention&, const TilePlace&);                     \
   template bool Mask::strange<T>(const TilePlace&, int64_t, int64_t) const;                      \
   template void visit<T>(                                                                        \
       const Probe&, Stage, T*, int64_t, int64_t, int64_t, const TileProduct<T>&, const Shapes&); \

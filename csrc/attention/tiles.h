@@ -225,6 +225,10 @@ class Mask {
   std::vector<int64_t> strides_;
 };
 
+// What dropout keeps of a tile; nothing is dropped if the problem has no dropout.
+template <typename T>
+TileDropout<T> dropout_of(const Attention& problem, const TilePlace& place);
+
 // The errors that the tasks of one call detected; tasks may run in parallel.
 class Findings {
  public:

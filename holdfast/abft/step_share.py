@@ -18,6 +18,7 @@ from holdfast.abft.gemm import unverified_ops
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu", "holdfast::sdpa"
 
 
 @dataclass
@@ -150,9 +151,9 @@ def may_multiply(func: Any) -> bool:
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int | None:
     """Return the FLOPs of a call as torch counts them; None for operators that it does not know."""
-    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu:
+    if func.name() in ATTENTION:
         return int(sdpa_flop_count(*(each.shape for each in args[:3])))
-    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+    if func.name().removesuffix("_backward") in ATTENTION:
         return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))
     if func.overloadpacket is aten._grouped_mm:
         left, right = args[0].shape, args[1].shape

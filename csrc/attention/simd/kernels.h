@@ -23,6 +23,7 @@ struct Simd<float> {
   typedef float V __attribute__((vector_size(kBytes)));
   typedef int32_t I __attribute__((vector_size(kBytes)));
   typedef uint32_t U __attribute__((vector_size(kBytes)));
+  typedef uint8_t Bytes __attribute__((vector_size(kBytes / 4)));
   using Word = uint32_t;
   static constexpr Word kOne = 0x3f800000u;
 };
@@ -32,6 +33,7 @@ struct Simd<double> {
   typedef double V __attribute__((vector_size(kBytes)));
   typedef int64_t I __attribute__((vector_size(kBytes)));
   typedef uint64_t U __attribute__((vector_size(kBytes)));
+  typedef uint8_t Bytes __attribute__((vector_size(kBytes / 8)));
   using Word = uint64_t;
   static constexpr Word kOne = 0x3ff0000000000000u;
 };
@@ -172,6 +174,20 @@ inline Vec<T> stored(const Vec<T>& x) {
     return x;
 }
 
+// Returns what dropout multiplies a vector of probabilities by; beyond `count` it is zero.
+template <typename T>
+inline Vec<T> dropout_factors(const TileDropout<T>& dropout, int64_t row, int64_t j, int64_t count) {
+  using Bytes = typename Simd<T>::Bytes;
+  const uint8_t* from = dropout.kept + row * dropout.stride + j;
+  Bytes kept{};
+  if (count >= kLanes<T>) {
+    __builtin_memcpy(&kept, from, sizeof kept);
+  } else {
+    for (int64_t l = 0; l < count; ++l) kept[l] = from[l];
+  }
+  return __builtin_convertvector(kept, Vec<T>) * dropout.factor;
+}
+
 constexpr int64_t kUnroll = 4;
 
 template <typename T>
@@ -251,22 +267,30 @@ bool any_nan(const SoftmaxTile<T>& tile, int64_t row, int64_t count) {
 template <typename T>
 struct Exponentials {
   T sum, copy, carry, cross;
+  T weight;  // at least Σ_j D_ij²
   // The bits of the largest value; they exceed those of 1 if a value is outside [0, 1].
   typename Simd<T>::Word most;
 };
 
-template <bool masked, bool narrow, typename T>
+template <bool masked, bool narrow, bool dropped, typename T>
 inline Exponentials<T> write_probabilities(
     const SoftmaxTile<T>& tile, int64_t row, int64_t count, T maximum) {
   using U = typename Simd<T>::U;
   T* s = tile.scores + row * tile.stride;
   const T* mask = masked ? tile.mask.values + row * tile.mask.stride : nullptr;
-  Vec<T> sum[2] = {}, copy[2] = {}, carry[2] = {}, cross[2] = {};
+  Vec<T> sum[2] = {}, copy[2] = {}, carry[2] = {}, cross[2] = {}, left{};
   U most[2] = {};
   Vec<T> one = Vec<T>{} + T(1);
   HOLDFAST_OPAQUE(one);
   const auto step = [&](int64_t u, int64_t j, const Vec<T>& t) {
-    const Vec<T> p = exponential<T>(t - maximum), kept = stored<narrow, T>(p);
+    const Vec<T> p = exponential<T>(t - maximum);
+    Vec<T> kept = p;
+    if constexpr (dropped) {
+      kept *= dropout_factors(tile.dropout, row, j, count - j);
+      HOLDFAST_OPAQUE(kept);
+      left += kept;
+    }
+    kept = stored<narrow, T>(kept);
     store(s + j, kept);
     sum[u] += p;
     copy[u] += p * one;
@@ -290,9 +314,14 @@ inline Exponentials<T> write_probabilities(
   }
   for (; j < tile.padded; j += kLanes<T>) store(s + j, Vec<T>{});
   most[0] = most[1] > most[0] ? most[1] : most[0];
+  const T whole = total(sum[0] + sum[1]);
   return {
-      total(sum[0] + sum[1]), total(copy[0] + copy[1]), total(carry[0] + carry[1]),
-      total(cross[0] + cross[1]), largest_bits<T>(most[0])};
+      whole,
+      total(copy[0] + copy[1]),
+      total(carry[0] + carry[1]),
+      total(cross[0] + cross[1]),
+      dropped ? total(left) * tile.dropout.factor : whole,
+      largest_bits<T>(most[0])};
 }
 
 template <typename T>
@@ -308,7 +337,22 @@ inline bool agree(const SoftmaxState<T>& state, int64_t row) {
       bits_of(state.sum[row]) == bits_of(state.sum_copy[row]);
 }
 
-template <bool masked, bool narrow, typename T>
+// Calls the variant of a pass that a tile needs.
+template <typename Tile, typename Run>
+inline RowVerdict choose(const Tile& tile, const Run& run) {
+  const auto with = [&]<bool masked, bool narrow>() {
+    return tile.dropout.kept != nullptr ? run.template operator()<masked, narrow, true>()
+                                        : run.template operator()<masked, narrow, false>();
+  };
+  if (tile.mask.values != nullptr) {
+    return tile.narrow ? with.template operator()<true, true>()
+                       : with.template operator()<true, false>();
+  }
+  return tile.narrow ? with.template operator()<false, true>()
+                     : with.template operator()<false, false>();
+}
+
+template <bool masked, bool narrow, bool dropped, typename T>
 RowVerdict softmax(const SoftmaxTile<T>& tile, int64_t first, int64_t cleared) {
   using Word = typename Simd<T>::Word;
   const SoftmaxState<T>& state = tile.state;
@@ -331,7 +375,7 @@ RowVerdict softmax(const SoftmaxTile<T>& tile, int64_t first, int64_t cleared) {
     T again = before;
     HOLDFAST_OPAQUE(again);
     const T factor_copy = exponential_of<T>(again - maximum);
-    const Exponentials<T> p = write_probabilities<masked, narrow>(tile, i, count, maximum);
+    const Exponentials<T> p = write_probabilities<masked, narrow, dropped>(tile, i, count, maximum);
     if (checked) {
       const Word top = Simd<T>::kOne;
       const bool attained = read.most < maximum || p.most == top;
@@ -349,7 +393,7 @@ RowVerdict softmax(const SoftmaxTile<T>& tile, int64_t first, int64_t cleared) {
     state.sum_copy[i] = sum_copy + p.copy;
     state.carry[i] = state.carry[i] * factor + p.carry;
     state.cross[i] = state.cross[i] * factor + p.cross;
-    state.weight[i] = state.weight[i] * factor * factor + tile.largest * p.sum;
+    state.weight[i] = state.weight[i] * factor * factor + tile.largest * p.weight;
     if (tile.output != nullptr && factor != 1) {
       scale_row(tile.output + i * tile.width, tile.width, factor);
     }
@@ -359,13 +403,9 @@ RowVerdict softmax(const SoftmaxTile<T>& tile, int64_t first, int64_t cleared) {
 
 template <typename T>
 RowVerdict softmax(const SoftmaxTile<T>& tile, int64_t first, int64_t cleared) {
-  const bool masked = tile.mask.values != nullptr;
-  if (tile.narrow) {
-    return masked ? softmax<true, true>(tile, first, cleared)
-                  : softmax<false, true>(tile, first, cleared);
-  }
-  return masked ? softmax<true, false>(tile, first, cleared)
-                : softmax<false, false>(tile, first, cleared);
+  return choose(tile, [&]<bool masked, bool narrow, bool dropped>() {
+    return softmax<masked, narrow, dropped>(tile, first, cleared);
+  });
 }
 
 template <typename T>
@@ -374,7 +414,7 @@ struct GradientSums {
   typename Simd<T>::U most{};
 };
 
-template <bool masked, bool narrow, typename T>
+template <bool masked, bool narrow, bool dropped, typename T>
 RowVerdict gradient(
     const GradientTile<T>& tile, int64_t first, int64_t cleared_scores, int64_t cleared_gradients) {
   using Row = GradientRow;
@@ -399,8 +439,16 @@ RowVerdict gradient(
     GradientSums<T> sums[2];
     const auto step = [&](GradientSums<T>& part, int64_t j, const Vec<T>& t) {
       using U = typename Simd<T>::U;
-      const Vec<T> whole = exponential<T>(t - lse), p = stored<narrow, T>(whole);
-      const Vec<T> dp = load(g + j), change = whole * (dp - delta);
+      const Vec<T> whole = exponential<T>(t - lse);
+      Vec<T> p = whole, dp = load(g + j);
+      if constexpr (dropped) {
+        const Vec<T> factors = dropout_factors(tile.dropout, i, j, count - j);
+        p *= factors;
+        dp *= factors;
+        HOLDFAST_OPAQUE(dp);
+      }
+      p = stored<narrow, T>(p);
+      const Vec<T> change = whole * (dp - delta);
       const Vec<T> ds = stored<narrow, T>(change);
       store(s + j, p);
       store(g + j, ds);
@@ -457,10 +505,9 @@ RowVerdict gradient(
 template <typename T>
 RowVerdict gradient(
     const GradientTile<T>& tile, int64_t first, int64_t cleared_scores, int64_t cleared_gradients) {
-  const bool masked = tile.mask.values != nullptr;
-  const auto& run = tile.narrow ? (masked ? gradient<true, true, T> : gradient<false, true, T>)
-                                : (masked ? gradient<true, false, T> : gradient<false, false, T>);
-  return run(tile, first, cleared_scores, cleared_gradients);
+  return choose(tile, [&]<bool masked, bool narrow, bool dropped>() {
+    return gradient<masked, narrow, dropped>(tile, first, cleared_scores, cleared_gradients);
+  });
 }
 
 template <typename T>
@@ -647,6 +694,38 @@ void narrow_pairs(
   }
 }
 
+inline uint32_t twisted(uint32_t one, uint32_t next) {
+  const uint32_t mixed = (one & 0x80000000u) | (next & 0x7fffffffu);
+  return mixed >> 1 ^ (-(next & 1u) & 0x9908b0dfu);
+}
+
+void advance(uint32_t* state) {
+  constexpr int64_t n = 624, m = 397;
+  for (int64_t j = 0; j < n - m; ++j) state[j] = state[j + m] ^ twisted(state[j], state[j + 1]);
+  for (int64_t j = n - m; j < n - 1; ++j) {
+    state[j] = state[j + m - n] ^ twisted(state[j], state[j + 1]);
+  }
+  state[n - 1] = state[m - 1] ^ twisted(state[n - 1], state[0]);
+}
+
+void temper(const uint32_t* state, int64_t count, uint32_t* to) {
+  for (int64_t j = 0; j < count; ++j) {
+    uint32_t y = state[j];
+    y ^= y >> 11;
+    y ^= y << 7 & 0x9d2c5680u;
+    y ^= y << 15 & 0xefc60000u;
+    to[j] = y ^ y >> 18;
+  }
+}
+
+void below(const uint32_t* words, int64_t pairs, uint64_t limit, uint8_t* to) {
+  constexpr uint64_t mask = (uint64_t{1} << 53) - 1;
+  for (int64_t i = 0; i < pairs; ++i) {
+    const uint64_t value = (uint64_t{words[2 * i]} << 32 | words[2 * i + 1]) & mask;
+    to[i] = static_cast<uint8_t>((value - limit) >> 63);
+  }
+}
+
 template <typename T>
 constexpr TilePasses<T> kPasses{&softmax<T>, &gradient<T>, &dots<T>,      &columns<T>, &finish<T>,
                                 &inner<T>,   &sums<T>,     &transpose<T>, kLanes<T>};
@@ -654,6 +733,6 @@ constexpr TilePasses<T> kPasses{&softmax<T>, &gradient<T>, &dots<T>,      &colum
 }  // namespace
 
 const AttentionPasses HOLDFAST_OF_SET(attention_passes){
-    kPasses<float>, kPasses<double>, &narrow_rows, &narrow_pairs, HOLDFAST_NAME};
+    kPasses<float>, kPasses<double>, &narrow_rows, &narrow_pairs, &advance, &temper, &below, HOLDFAST_NAME};
 
 }  // namespace holdfast

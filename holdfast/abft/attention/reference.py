@@ -13,11 +13,13 @@ def attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``softmax(scale · q kᵀ + mask) v`` and the logarithm of the softmax's denominator.
 
     The arguments are those of ``holdfast.abft.attention.cuda.fused_attention``, in any floating
-    dtype; in fp64 this is the oracle. The results are differentiable.
+    dtype; in fp64 this is the oracle. The results are differentiable. ``factors`` are what dropout
+    multiplies the probabilities by: 0, or 1/(1 − p).
     """
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
@@ -27,6 +29,8 @@ def attention(
     scores = scores.masked_fill(empty, 0.0)
     probabilities = scores.softmax(-1).masked_fill(empty, 0.0)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_zeros(scores.shape[:-1])
+    if factors is not None:
+        probabilities = probabilities * factors
     return probabilities @ v, lse.masked_fill(empty.squeeze(-1), 0.0)
 
 

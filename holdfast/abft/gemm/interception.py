@@ -20,6 +20,8 @@ def interception() -> ModuleType:
     ``unwatch(keys)`` and ``forget(tensor)`` select the weights whose checksums are cached.
     ``counters()`` returns ``abft.counters.Counters`` of every site.
     """
+    import holdfast.abft.attention.fused  # noqa: F401 (defines an op that the native core calls)
+
     core = configured_core()
     core.set_handlers(
         suspect=suspects.on_suspect_rows,

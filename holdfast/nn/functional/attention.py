@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from holdfast.abft.attention.fused import FUSED
+from holdfast.abft.attention.fused import FUSED, fused_attention
 from holdfast.abft.gemm.op import SUPPORTED, autocast, matmul
 from holdfast.errors import ConfigError
 from holdfast.nn.masks import Positions, alibi, structural
@@ -39,10 +39,11 @@ def scaled_dot_product_attention(
         [batch, H, Lq, Ev], less the dimensions that query lacks; 0 where all keys are masked.
 
     Guarantees: without ``protect`` those of fused attention under it, or of ``holdfast.matmul``,
-    with which attention is written out for dropout, a mask or slopes that require grad, and Ev ≠ E.
+    with which attention is written out for a mask or slopes that require grad, and Ev ≠ E.
     ``torch.compile`` keeps the fused kernel as one operator. On CUDA ``fused_attention`` of
     ``holdfast.abft.attention.cuda`` runs (no dropout, fp64, nor gradients of masks; what stays
-    suspect is only counted). Not covered: masks; where written out, softmax and dropout.
+    suspect is only counted). Not covered: masks, the choice of what is dropped; where written out,
+    softmax and dropout.
 
     Raises:
         TypeError: A dtype is not verified. ValueError: Shapes or options do not fit. ConfigError:
@@ -108,7 +109,7 @@ def _attend(
     if q.is_cuda and dropout_p > 0:
         raise ConfigError("dropout is not verified on CUDA: give dropout_p=0, or run on CPU")
     trained = any(each is not None and each.requires_grad for each in (mask, slopes))
-    kernel = q.dtype in FUSED and not (dropout_p > 0 or trained or v.shape[-1] != q.shape[-1])
+    kernel = q.dtype in FUSED and not (dropout_p == 1 or trained or v.shape[-1] != q.shape[-1])
     limit = is_causal and first == 0 and (kernel or q.is_cuda)  # within the kernel
     at, scale = Positions(first, *full[2:]), q.shape[-1] ** -0.5 if scale is None else scale
     blocked = structural(at, is_causal and not limit, window)
@@ -118,12 +119,11 @@ def _attend(
     added = [torch.where(m, -math.inf, zero) if m.dtype is torch.bool else m for m in given]
     bias = _four(sum(added[1:], added[0])) if added else None
     if q.is_cuda:
-        from holdfast.abft.attention.cuda import fused_attention
+        from holdfast.abft.attention import cuda
 
-        return fused_attention(q, k, v, causal=limit, mask=bias, scale=scale)[0].reshape(shape)
+        return cuda.fused_attention(q, k, v, causal=limit, mask=bias, scale=scale)[0].reshape(shape)
     if kernel:
-        output: Tensor = torch.ops.holdfast.sdpa(q, k, v, bias, limit, scale)[0]
-        return output.reshape(shape)
+        return fused_attention(q, k, v, bias, limit, scale, dropout_p).reshape(shape)
     # As torch writes it out, so that dropout draws alike.
     groups, root = q.shape[1] // max(1, k.shape[1]), math.sqrt(abs(scale))
     of_k, of_v = (each.to(wide).repeat_interleave(groups, 1) for each in (k, v))
