@@ -72,20 +72,20 @@ def unverified() -> Iterator[None]:
         interception().change_process_depth(1)
 
 
-def gate(layer: Layer) -> None:
-    """Same bits, no suspicion, and a fault repaired; else nothing is timed."""
-    expected = tensors_digest(layer.gradients())
+def gate(module: nn.Module, results: Callable[[], list[torch.Tensor]], products: int) -> None:
+    """Same bits, no suspicion, and a fault in each product repaired; else nothing is timed."""
+    expected = tensors_digest(results())
     events.clear()
-    with protect(layer.linear) as protection:
+    with protect(module) as protection:
         protection.reset_counters()
-        clean = tensors_digest(layer.gradients())
+        clean = tensors_digest(results())
         suspects = sum(site.suspects for site in protection.report().sites)
         sites.arm(_strike)
-        repaired = tensors_digest(layer.gradients())
+        repaired = tensors_digest(results())
         sites.disarm()
     kinds = [event.kind for event in events.recent()]
-    if clean != expected or suspects or repaired != expected or kinds != ["gemm_fault"] * 3:
-        raise SystemExit(f"{layer}: wrong bits, {suspects} suspects or {kinds}; nothing was timed")
+    if clean != expected or suspects or repaired != expected or kinds != ["gemm_fault"] * products:
+        raise SystemExit(f"{module}: wrong bits, {suspects} suspects or {kinds}; nothing was timed")
 
 
 def _strike(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
@@ -95,7 +95,7 @@ def _strike(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None
 
 def measure(layer: Layer, regime: str, pairs: int) -> dict[str, object]:
     """Gate, then time; the row that is recorded."""
-    gate(layer)
+    gate(layer.linear, layer.gradients, 3)
     times = max(1, int(SAMPLE_S / seconds_of(lambda: layer.run(1))))
     plain = Layer(layer.m, layer.k, layer.n, layer.dtype, layer.updated)
     with protect(layer.linear) as protection:

@@ -5,7 +5,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -74,20 +73,20 @@ _WITHOUT_PRODUCTS = frozenset(
 )
 
 
-def _unprotected(module: int) -> None:
+def _unprotected(*_: int) -> None:
     """Do nothing, as the hook of a copied or unpickled module, which is not protected."""
 
 
 class _Frame:
     """Module hook that pushes or pops the module on the interception's stack of running modules."""
 
-    def __init__(self, act: Callable[[int], None], module: int) -> None:
-        self._act, self._module = act, module
+    def __init__(self, act: Callable[..., None], *of: int) -> None:
+        self._act, self._of = act, of  # no keyword arguments, which pybind11 takes longer to match
 
     def __call__(self, *_: object) -> None:
         # Compiled code skips this hook, as its products are named when the graph is compiled.
         if not torch.compiler.is_compiling():
-            self._act(self._module)
+            self._act(*self._of)
 
     @property
     def __name__(self) -> str:
@@ -98,7 +97,7 @@ class _Frame:
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Frame, (_unprotected, self._module)
+        return _Frame, (_unprotected, *self._of)
 
 
 def is_protected(module: nn.Module) -> bool:
@@ -163,9 +162,10 @@ class _Interception:
     def _enter_and_leave(
         self, module: nn.Module, number: int
     ) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        push, pop = partial(self._shared.push_module, scope=self._scope), self._shared.pop_module
-        yield module.register_forward_pre_hook(_Frame(push, number))
-        yield module.register_forward_hook(_Frame(pop, number), always_call=True)
+        enter = _Frame(self._shared.push_module, number, self._scope)
+        leave = _Frame(self._shared.pop_module, number)
+        yield module.register_forward_pre_hook(enter)
+        yield module.register_forward_hook(leave, always_call=True)
         if self.sampler is not None:
             yield from self.sampler.hook(module, number)
 

@@ -1,8 +1,8 @@
 #include "core/checksum_weights.h"
 
 #include <atomic>
-#include <cstring>
 #include <mutex>
+#include <vector>
 
 namespace holdfast {
 
@@ -35,18 +35,6 @@ const SignTable* made(int64_t count) {
   return table;
 }
 
-uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 }  // namespace
 
 Weights sign_weights(int64_t count) {
@@ -68,30 +56,17 @@ Weights sign_weights(int64_t count) {
   return weights;
 }
 
-FastWeights::FastWeights(const double* weights, int64_t count, Element element) : wide_(weights) {
+FastWeights::FastWeights(const double* weights, int64_t count, Element element) {
+  weights_.wide = weights;
   if (element == Element::f64) return;
-  narrow_.resize(static_cast<size_t>(count));
-  for (int64_t k = 0; k < count; ++k) narrow_[k] = static_cast<float>(weights[k]);
-  if (element != Element::bf16) return;
-  high_.resize(narrow_.size());
-  low_.resize(narrow_.size());
-  for (int64_t k = 0; k < count; ++k) {
-    // The weight is truncated, so that the rest has the same sign and both together hold 16 bits.
-    const uint32_t high = bits_of(narrow_[k]) & 0xffff0000u;
-    high_[k] = static_cast<uint16_t>(high >> 16);
-    low_[k] = static_cast<uint16_t>(bits_of(narrow_[k] - float_of(high)) >> 16);
-  }
-}
-
-Weights FastWeights::view() const {
-  Weights weights;
-  weights.wide = wide_;
-  weights.narrow = narrow_.data();
-  if (!high_.empty()) {
-    weights.high = high_.data();
-    weights.low = low_.data();
-  }
-  return weights;
+  memory_.reset(new float[static_cast<size_t>(2 * count)]);  // The last half is for two bf16 each.
+  auto* high =
+      element == Element::bf16 ? reinterpret_cast<uint16_t*>(memory_.get() + count) : nullptr;
+  auto* low = high == nullptr ? nullptr : high + count;
+  reductions().narrow(weights, count, memory_.get(), high, low);
+  weights_.narrow = memory_.get();
+  weights_.high = high;
+  weights_.low = low;
 }
 
 }  // namespace holdfast

@@ -1,7 +1,7 @@
 // Checksum weights, in the number formats that the reductions read.
 #pragma once
 
-#include <vector>
+#include <memory>
 
 #include "core/reduce.h"
 
@@ -14,12 +14,11 @@ Weights sign_weights(int64_t count);
 class FastWeights {
  public:
   FastWeights(const double* weights, int64_t count, Element element);
-  Weights view() const;
+  const Weights& view() const { return weights_; }
 
  private:
-  const double* wide_;
-  std::vector<float> narrow_;
-  std::vector<uint16_t> high_, low_;
+  std::unique_ptr<float[]> memory_;
+  Weights weights_;
 };
 
 }  // namespace holdfast

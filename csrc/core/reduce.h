@@ -60,6 +60,12 @@ struct Reductions {
   void (*rows)(
       Element, Precision, const MatrixView&, const Weights& w, const Weights& v, const RowSums&);
   void (*cross)(Element, const MatrixView&, const CrossSums&);
+  // Passes over entries of an encoding: their part of its fingerprint, from `position` on; the
+  // smallest of at least one; and their conversion for fast precision, to a float and, unless
+  // `high` is null, to the sum of two bf16 (see Weights).
+  uint64_t (*mixed)(const double* entries, int64_t count, int64_t position);
+  double (*smallest)(const double* entries, int64_t count);
+  void (*narrow)(const double*, int64_t count, float* narrow, uint16_t* high, uint16_t* low);
   const char* name;
 };
 

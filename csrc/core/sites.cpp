@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kOps = static_cast<size_t>(Op::quantized_convolution) + 1;
 constexpr uint16_t kLastOrdinal = 999;  // Further calls in one module share the last number.
-constexpr int64_t kCallsPerLine = 64;
+constexpr int64_t kCallsPerLine = 1024;  // A line reads all of B in fp64.
 constexpr uint64_t kForwardSites = 1 << 16;
 
 size_t slot_of(const NodeId& node) { return (node.sequence + node.thread * 4099) % kForwardSites; }

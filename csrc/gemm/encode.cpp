@@ -1,32 +1,16 @@
 #include "gemm/encode.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "core/checksum_weights.h"
 #include "core/threshold.h"
-#include "core/views.h"
 
 namespace holdfast {
 
 namespace {
-
-// Computes an entry's term of the fingerprint, as checksums/rows.py does.
-uint64_t mixed(double entry, uint64_t position) {
-  uint64_t bits;
-  std::memcpy(&bits, &entry, sizeof bits);
-  const uint64_t product = (bits ^ position * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u;
-  return product ^ product >> 32;
-}
-
-uint64_t mixed(const double* entries, int64_t count, int64_t position) {
-  uint64_t mix = 0;
-  for (int64_t k = 0; k < count; ++k) mix ^= mixed(entries[k], static_cast<uint64_t>(position + k));
-  return mix;
-}
 
 double low_word(uint64_t mix) { return static_cast<double>(static_cast<uint32_t>(mix)); }
 
@@ -51,10 +35,11 @@ bool repeats_row_before(Element element, const MatrixView& m, int64_t row) {
 }  // namespace
 
 double fingerprint(const double* entries, int64_t count) {
-  return low_word(mixed(entries, count, 0));
+  return low_word(reductions().mixed(entries, count, 0));
 }
 
 double fingerprint(const double* row_sum, const double* statistics, int64_t inner) {
+  const auto mixed = reductions().mixed;
   return low_word(mixed(row_sum, inner, 0) ^ mixed(statistics, inner + 1, inner));
 }
 
@@ -84,16 +69,15 @@ void derive_statistics(
   square[inner] = drift + threshold_model().check_steps;
 }
 
-Encoder::Encoder(const at::Tensor& b)
+Encoder::Encoder(const MatrixBatch& b)
     : b_(b),
-      element_(element_of(b.scalar_type())),
+      element_(element_of(b.owner.scalar_type())),
       inner_(b.size(1)),
       columns_(b.size(2)),
       completed_(static_cast<size_t>(b.size(0))) {
-  const auto options = b.options().dtype(at::kDouble);
-  encoding_.row_sum = at::empty({b.size(0), inner_}, options);
-  encoding_.statistics = at::empty({b.size(0), inner_ + 2}, options);
-  if (b.element_size() > 2) plain_ = at::empty({b.size(0), inner_}, options);
+  encoding_.row_sum = at::detail::empty_cpu({b.size(0), inner_}, at::kDouble);
+  encoding_.statistics = at::detail::empty_cpu({b.size(0), inner_ + 2}, at::kDouble);
+  if (b.owner.element_size() > 2) plain_.resize(static_cast<size_t>(b.size(0) * inner_));
 }
 
 void Encoder::read(
@@ -132,11 +116,11 @@ double* Encoder::statistics(int64_t batch) {
   return encoding_.statistics.data_ptr<double>() + batch * (inner_ + 2);
 }
 double* Encoder::plain(int64_t batch) {
-  return plain_.defined() ? plain_.data_ptr<double>() + batch * inner_ : nullptr;
+  return plain_.empty() ? nullptr : plain_.data() + batch * inner_;
 }
 
 Encoding encode(const at::Tensor& b_any) {
-  const at::Tensor b = prepared(b_any);
+  const MatrixBatch b = prepared(b_any);
   Encoder encoder(b);
   for_row_blocks(b, b.size(2), rows_per_task(b), [&](int64_t batch, int64_t begin, int64_t end) {
     encoder.read(rows_of(b, batch, begin, end), batch, begin);

@@ -5,6 +5,7 @@
 
 #include "core/checksum_weights.h"
 #include "core/product.h"
+#include "core/views.h"
 
 namespace holdfast {
 
@@ -26,7 +27,7 @@ bool intact(const Encoding& encoding);  // Returns whether it still has its fing
 
 class Encoder {
  public:
-  explicit Encoder(const at::Tensor& b);  // A 3-D tensor.
+  explicit Encoder(const MatrixBatch& b);
 
   // Reads rows of one matrix, which begin at row `begin`. Unless `dot` is null, it gets their
   // products with `other`.
@@ -46,11 +47,11 @@ class Encoder {
   double* statistics(int64_t batch);
   double* plain(int64_t batch);
 
-  at::Tensor b_;
+  MatrixBatch b_;
   Element element_;
   int64_t inner_, columns_;
   Encoding encoding_;
-  at::Tensor plain_;
+  std::vector<double> plain_;
   std::vector<char> completed_;
 };
 

@@ -50,19 +50,20 @@ void add_columns(const at::Tensor& sums, const at::Tensor& b, int64_t first) {
   double* all = sums.data_ptr<double>();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, b.scalar_type(), "add_columns", [&] {
     const scalar_t* data = b.const_data_ptr<scalar_t>();
-    for_row_blocks(b, columns, kRowsPerTask, [&](int64_t batch, int64_t begin, int64_t end) {
-      double* own = all + batch * 3 * inner;
-      for (int64_t k = begin; k < end; k += kTogether) {
-        const scalar_t* rows = data + batch * b.stride(0) + k * b.stride(1);
-        const Sums out{own + k, own + inner + k, own + 2 * inner + k};
-        const int64_t count = std::min(kTogether, end - k);
-        if (count == kTogether) {
-          add_row_block(rows, b.stride(1), b.stride(2), kTogether, columns, signs, out);
-        } else {
-          add_row_block(rows, b.stride(1), b.stride(2), count, columns, signs, out);
-        }
-      }
-    });
+    for_row_blocks(
+        MatrixBatch(b), columns, kRowsPerTask, [&](int64_t batch, int64_t begin, int64_t end) {
+          double* own = all + batch * 3 * inner;
+          for (int64_t k = begin; k < end; k += kTogether) {
+            const scalar_t* rows = data + batch * b.stride(0) + k * b.stride(1);
+            const Sums out{own + k, own + inner + k, own + 2 * inner + k};
+            const int64_t count = std::min(kTogether, end - k);
+            if (count == kTogether) {
+              add_row_block(rows, b.stride(1), b.stride(2), kTogether, columns, signs, out);
+            } else {
+              add_row_block(rows, b.stride(1), b.stride(2), count, columns, signs, out);
+            }
+          }
+        });
   });
 }
 

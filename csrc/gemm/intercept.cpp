@@ -46,14 +46,15 @@ int64_t suspects_of(
   const Bypass bypass;
   const int64_t found =
       count_suspects(verified.output, verified.problem, encoding, sharing, &verdict);
-  if (!sharing.masked) return found;
+  const double least = sharing.least_mask;
+  if (least == 0) return found;
   sharing.ask_mask = false;
   const Verified given = verified;
-  verified.problem = without_mask(given.problem);
+  verified.problem = without_mask(given.problem, least);
   verified.output = with(*verified.problem.addend);
   const int64_t suspects = std::max(
       count_suspects(verified.output, verified.problem, encoding, sharing),
-      rows_that_contradict(given.output, verified.output, given.problem));
+      rows_that_contradict(given.output, verified.output, given.problem, least));
   if (suspects > 0) verdict = verify(given.output, given.problem, encoding);
   return suspects;
 }

@@ -7,13 +7,15 @@ namespace holdfast {
 
 constexpr double kLeastMask = 4096;  // LEAST in abft/gemm/masked.py
 
-// Returns true if an addend holds INF, or finite values that mask elements.
-bool masked(const Problem& problem);
+// Returns the magnitude from which elements of the addend mask, INF if no finite one does. It is 0
+// if none masks.
+double least_mask(const Problem& problem);
 
-Problem without_mask(const Problem& problem);  // with 0 in place of what masks
+// Returns the product with 0 in place of elements of at least the magnitude `least`.
+Problem without_mask(const Problem& problem, double least);
 
 // Returns how many rows of C contradict the unmasked product with the mask put in.
 int64_t rows_that_contradict(
-    const at::Tensor& c, const at::Tensor& unmasked, const Problem& problem);
+    const at::Tensor& c, const at::Tensor& unmasked, const Problem& problem, double least);
 
 }  // namespace holdfast

@@ -26,25 +26,34 @@ constexpr double kSettled = 1e-4;  // above this share of the extreme energy, sa
 
 // The addend's contribution to each row: its signed sum and its sum of squares.
 struct Addend {
-  at::Tensor sum, energy;  // fp64 [batch, M], or [1, 1] where every row has the same
+  std::vector<double> sum, energy;  // [batch, M], or of one row where every row has the same
 };
 
-Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
-  at::Tensor full = problem.addend->expand(c.sizes());
-  const bool same_rows = full.stride(0) == 0 && full.stride(1) == 0;
-  if (same_rows) full = full.slice(0, 0, 1).slice(1, 0, 1);
-  full = prepared(full);
-  at::Tensor sum = at::empty({full.size(0), full.size(1)}, c.options().dtype(at::kDouble));
-  at::Tensor energy = at::empty_like(sum);
-  const Element element = element_of(full.scalar_type());
+// Views the addend as broadcast to C, of which one row stands for all where all have the same.
+MatrixBatch broadcast(const at::Tensor& addend, const MatrixBatch& c) {
+  MatrixBatch full(addend);
+  for (size_t d = 0; d < 3; ++d) {
+    if (full.sizes[d] != c.sizes[d]) full.strides[d] = 0;
+    full.sizes[d] = c.sizes[d];
+  }
+  if (full.stride(0) == 0 && full.stride(1) == 0) full.sizes[0] = full.sizes[1] = 1;
+  return full;
+}
+
+Addend reduce_addend(const at::Tensor& given, const MatrixBatch& c) {
+  MatrixBatch full = broadcast(given, c);
+  if (!full.walkable()) full = MatrixBatch(given.expand_as(c.owner).contiguous());
+  const size_t count = static_cast<size_t>(full.size(0) * full.size(1));
+  Addend addend{std::vector<double>(count), std::vector<double>(count)};
+  const Element element = element_of(given.scalar_type());
   const int64_t columns = full.size(2);
   for_row_blocks(full, columns, kRowsPerTask, [&](int64_t batch, int64_t begin, int64_t end) {
     const int64_t at = batch * full.size(1) + begin;
-    const RowSums out{sum.data_ptr<double>() + at, energy.data_ptr<double>() + at};
-    const Weights signs = sign_weights(full.size(2));
+    const RowSums out{addend.sum.data() + at, addend.energy.data() + at};
+    const Weights signs = sign_weights(columns);
     reductions().rows(element, Precision::wide, rows_of(full, batch, begin, end), signs, {}, out);
   });
-  return {sum, energy};
+  return addend;
 }
 
 // The statistics of a row of A from which its row of C is checked.
@@ -53,27 +62,16 @@ struct OfA {
   double walk;  // a lower bound of Σ_k A_ik² z_k
 };
 
-// Uses four independent chains, because one chain's latency would dominate in small matrices.
-double smallest(const double* values, int64_t count) {
-  double least[4] = {values[0], values[0], values[0], values[0]};
-  int64_t i = 0;
-  for (; i + 4 <= count; i += 4) {
-    for (int64_t j = 0; j < 4; ++j) least[j] = values[i + j] < least[j] ? values[i + j] : least[j];
-  }
-  for (; i < count; ++i) least[0] = std::min(least[0], values[i]);
-  return *std::min_element(least, least + 4);
-}
-
 // The pass over A, which computes its products with the encoding of B and the sums that `Sharing`
 // asks for. For products that accumulate in the dtype of their elements it also computes the walk,
 // which is most of their threshold.
 class ReadingOfA {
  public:
-  ReadingOfA(const at::Tensor& a, Sharing& sharing)
-      : sharing_(sharing), element_(element_of(a.scalar_type())), inner_(a.size(2)) {
+  ReadingOfA(const MatrixBatch& a, Sharing& sharing)
+      : sharing_(sharing), element_(element_of(a.owner.scalar_type())), inner_(a.size(2)) {
     if (sharing.encode_a) encoder_.emplace(a);
     if (sharing.across) {
-      const auto options = a.options().dtype(at::kDouble);
+      const auto options = a.owner.options().dtype(at::kDouble);
       sharing.column_sums = at::zeros({inner_}, options);
       if (walks()) sharing.column_walks = at::zeros({inner_}, options);
     }
@@ -104,7 +102,7 @@ class ReadingOfA {
       out.sample = true;
       reductions().rows(element_, Precision::fast, rows, encoded.view(), {}, out);
     }
-    const double least = walks() ? smallest(z, inner_) : 0;
+    const double least = walks() ? reductions().smallest(z, inner_) : 0;
     for (int64_t i = 0; i < rows.rows; ++i) of[i] = {dot[i], walks() ? least * squares[i] : 0};
   }
 
@@ -228,13 +226,13 @@ class Check {
   Check(const at::Tensor& c, const Problem& problem, const Encoding& encoding)
       : c_(prepared(c)),
         a_(prepared(problem.a)),
-        b_(problem.b.defined() ? prepared(problem.b) : at::Tensor()),
+        b_(problem.b),
         encoding_(encoding),
         alpha_(problem.alpha),
         beta_(problem.beta),
         inner_(a_.size(2)),
-        element_(element_of(c_.scalar_type())),
-        operand_(element_of(a_.scalar_type())),
+        element_(element_of(c.scalar_type())),
+        operand_(element_of(problem.a.scalar_type())),
         threshold_(element_, c_.size(1), inner_, c_.size(2), problem.alpha),
         of_b_(static_cast<size_t>(c_.size(0))) {
     const bool wide = element_ == Element::f64;
@@ -242,18 +240,18 @@ class Check {
     least_energy_ = wide ? 0 : kLeastFast;
     most_energy_ = wide ? extreme : std::min(extreme, kMostFast);
     if (problem.addend.has_value() && beta_ != 0) {
-      addend_ = reduce_addend(problem, c_);
-      per_row_ = addend_.sum.numel() != 1;
+      addend_ = reduce_addend(*problem.addend, c_);
+      per_row_ = addend_.sum.size() != 1;
     }
     if (row_tolerances.is_set() && b_.defined()) {
-      const auto options = c_.options().dtype(at::kDouble);
+      const auto options = c.options().dtype(at::kDouble);
       const at::Tensor written = at::empty({c_.size(0), c_.size(1)}, options);
       if (row_tolerances.call_if_set(problem, encoding, written)) tolerances_ = written;
     }
   }
 
-  const at::Tensor& c() const { return c_; }
-  const at::Tensor& a() const { return a_; }
+  const MatrixBatch& c() const { return c_; }
+  const MatrixBatch& a() const { return a_; }
   int64_t rows_per_task() const {
     return std::max(holdfast::rows_per_task(c_), holdfast::rows_per_task(a_));
   }
@@ -264,9 +262,7 @@ class Check {
 
   // Returns true if an element of the addend may have the magnitude of a mask.
   bool may_be_masked() const {
-    if (!addend_.sum.defined()) return false;
-    const double* energy = addend_.energy.const_data_ptr<double>();
-    return std::any_of(energy, energy + addend_.energy.numel(), [](double e) {
+    return std::any_of(addend_.energy.begin(), addend_.energy.end(), [](double e) {
       return !(e < kLeastMask * kLeastMask);  // written so that a NaN counts
     });
   }
@@ -317,8 +313,8 @@ class Check {
     const MatrixView rows = rows_of(a_, batch, begin, end);
     reading.read(rows, row_sums(batch), statistics(batch), batch, begin, of_a);
     if (tolerances_.defined()) return find_over_tolerance(batch, begin, end);
-    if (addend_.sum.defined()) {
-      const double* added = addend_.sum.const_data_ptr<double>();
+    if (!addend_.sum.empty()) {
+      const double* added = addend_.sum.data();
       if (per_row_) added += batch * c_.size(1) + begin;
       for (int64_t i = 0; i < end - begin; ++i) sum[i] -= beta_ * added[per_row_ ? i : 0];
     }
@@ -340,7 +336,7 @@ class Check {
 
   // Returns residual, threshold and energy of the suspect rows, and zeros for the others.
   at::Tensor verdict() const {
-    const at::Tensor rows = at::zeros({3, c_.size(0), c_.size(1)}, c_.options().dtype(at::kDouble));
+    const at::Tensor rows = at::zeros({3, c_.size(0), c_.size(1)}, at::kDouble);
     double* residual = rows.data_ptr<double>();
     const int64_t count = c_.size(0) * c_.size(1);
     for (const auto& [at, row] : suspects_) {
@@ -400,7 +396,7 @@ class Check {
   const OfB& read_once(int64_t batch) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& of_b = of_b_[static_cast<size_t>(batch)];
-    if (!of_b) of_b = read_b<T>(rows_of(b_, batch, 0, inner_));
+    if (!of_b) of_b = read_b<T>(rows_of(prepared(b_), batch, 0, inner_));
     return *of_b;
   }
 
@@ -411,9 +407,9 @@ class Check {
     return encoding_.statistics.const_data_ptr<double>() + batch * (inner_ + 2);
   }
   double drift(int64_t batch) const { return statistics(batch)[inner_]; }
-  double of_addend(const at::Tensor& values, int64_t batch, int64_t row) const {
-    if (!addend_.sum.defined()) return 0;
-    return values.const_data_ptr<double>()[per_row_ ? batch * c_.size(1) + row : 0];
+  double of_addend(const std::vector<double>& values, int64_t batch, int64_t row) const {
+    if (values.empty()) return 0;
+    return values[per_row_ ? static_cast<size_t>(batch * c_.size(1) + row) : 0];
   }
   double added_energy(int64_t batch, int64_t row) const {
     return beta_ * beta_ * of_addend(addend_.energy, batch, row);
@@ -422,7 +418,8 @@ class Check {
     return alpha_ * dot + beta_ * of_addend(addend_.sum, batch, row);
   }
 
-  at::Tensor c_, a_, b_;
+  MatrixBatch c_, a_;
+  at::Tensor b_;
   const Encoding& encoding_;
   double alpha_, beta_;
   int64_t inner_;
@@ -453,9 +450,9 @@ int64_t count_suspects(
     const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing,
     at::Tensor* verdict) {
   Check check(c, problem, encoding);
-  if (sharing.ask_mask && check.may_be_masked() && masked(problem)) {
-    sharing.masked = true;
-    return 0;
+  if (sharing.ask_mask && check.may_be_masked()) {
+    sharing.least_mask = least_mask(problem);
+    if (sharing.least_mask > 0) return 0;
   }
   ReadingOfA reading(check.a(), sharing);
   const int64_t per_row = check.c().size(2) + check.a().size(2);

@@ -21,8 +21,8 @@ struct Sharing {
   at::Tensor column_sums;  // Σ_i A_ij u_i, fp64 [K], for a 2-D A.
   at::Tensor column_walks;  // Σ_i A_ij² z_i, fp64 [K], for a dtype that accumulates in itself.
   at::Tensor dots, walks;  // The same sums for the rows of A, fp64 [M], if they are known.
-  bool ask_mask = false;  // Do not check a product whose addend is a mask, but set `masked`.
-  bool masked = false;
+  bool ask_mask = false;  // Do not check a product whose addend is a mask, but set `least_mask`.
+  double least_mask = 0;  // What `least_mask` in gemm/masked.h returns.
 };
 
 // Returns whether the column sums of A can be computed in the same pass.

@@ -1,6 +1,8 @@
 // The reductions of core/reduce.h, compiled once for each instruction set (core/simd/vectors.h).
 #include "core/reduce.h"
 #include "core/simd/vectors.h"
+// It needs the vectors.
+#include "core/simd/entries.h"
 
 #if defined(HOLDFAST_AVX512BF16)
 #include <immintrin.h>
@@ -580,6 +582,7 @@ void cross(Element element, const MatrixView& m, const CrossSums& sums) {
 
 }  // namespace
 
-const Reductions HOLDFAST_OF_SET(reductions){&rows, &cross, HOLDFAST_NAME};
+const Reductions HOLDFAST_OF_SET(reductions){&rows,     &cross,  &mixed,
+                                             &smallest, &narrow, HOLDFAST_NAME};
 
 }  // namespace holdfast
