@@ -84,7 +84,8 @@ def gate(module: nn.Module, results: Callable[[], list[torch.Tensor]], products:
         repaired = tensors_digest(results())
         sites.disarm()
     kinds = [event.kind for event in events.recent()]
-    if clean != expected or suspects or repaired != expected or kinds != ["gemm_fault"] * products:
+    found = set(kinds) == {"gemm_fault"} and len(kinds) >= products  # with a mask, also without it
+    if clean != expected or suspects or repaired != expected or not found:
         raise SystemExit(f"{module}: wrong bits, {suspects} suspects or {kinds}; nothing was timed")
 
 
