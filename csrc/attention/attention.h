@@ -85,8 +85,8 @@ inline auto& on_attention_findings =
 
 void intercept_attention(torch::Library& library);
 
-// Draws what dropout keeps as torch does where it writes attention out, by bernoulli_ on a tensor of
-// the scores' sizes and dtype: bool, true for what is kept.
+// Draws what dropout keeps as torch does where it writes attention out, by bernoulli_ on a tensor
+// of the scores' sizes and dtype: bool, true for what is kept.
 at::Tensor draw_kept(at::IntArrayRef sizes, double dropout, at::ScalarType scores);
 
 // Returns why this problem is left to torch's own kernel, or null if it is not.

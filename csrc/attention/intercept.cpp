@@ -215,8 +215,9 @@ void replace(torch::Library& library, const char* name) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(holdfast, m) {
-  const std::string given = "Tensor q, Tensor k, Tensor v, ", rest =
-      "Tensor? mask, bool causal, float scale, Tensor kept, float dropout) -> ";
+  const std::string given = "Tensor q, Tensor k, Tensor v, ",
+                    rest =
+                        "Tensor? mask, bool causal, float scale, Tensor kept, float dropout) -> ";
   const std::string backward = "dropout_attention_backward(Tensor grad, " + given;
   m.def("dropout_kept(Tensor q, Tensor k, float dropout) -> Tensor");
   m.def(("dropout_attention(" + given + rest + "(Tensor, Tensor)").c_str());

@@ -47,8 +47,8 @@ struct SoftmaxState {
   T* weight;  // An upper bound of Σ_j D_ij² z_j, for the threshold.
 };
 
-// The forward pass over a tile, in place: scores S become probabilities P = exp(scale S + mask − m),
-// and with dropout D = P ∘ kept · factor, while l is the sum of P. Without dropout D is P.
+// The forward pass over a tile, in place: scores S become probabilities P = exp(scale S + mask −
+// m), and with dropout D = P ∘ kept · factor, while l is the sum of P. Without dropout D is P.
 // Before the scores of a row are used, their signed sum is compared with `expected`, within
 // `limit`. The first `columns` belong to keys; from there to `padded`, a multiple of kTileStep, the
 // scores and the probabilities are zero.
@@ -102,8 +102,8 @@ T* row_of(T* values, GradientRow which) {
   return values + static_cast<int64_t>(which) * kQueryTile;
 }
 
-// The backward pass over a tile, in place: S becomes D, as in the forward pass, of P = exp(scale S +
-// mask − lse), and dD = dO Vᵀ becomes dS = P ∘ (dP − δ) with dP = dD ∘ kept · factor.
+// The backward pass over a tile, in place: S becomes D, as in the forward pass, of P = exp(scale S
+// + mask − lse), and dD = dO Vᵀ becomes dS = P ∘ (dP − δ) with dP = dD ∘ kept · factor.
 template <typename T>
 struct GradientTile {
   bool narrow;  // P and dS are rounded to bf16.

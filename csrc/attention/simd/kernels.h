@@ -176,7 +176,8 @@ inline Vec<T> stored(const Vec<T>& x) {
 
 // Returns what dropout multiplies a vector of probabilities by; beyond `count` it is zero.
 template <typename T>
-inline Vec<T> dropout_factors(const TileDropout<T>& dropout, int64_t row, int64_t j, int64_t count) {
+inline Vec<T> dropout_factors(
+    const TileDropout<T>& dropout, int64_t row, int64_t j, int64_t count) {
   using Bytes = typename Simd<T>::Bytes;
   const uint8_t* from = dropout.kept + row * dropout.stride + j;
   Bytes kept{};
@@ -733,6 +734,7 @@ constexpr TilePasses<T> kPasses{&softmax<T>, &gradient<T>, &dots<T>,      &colum
 }  // namespace
 
 const AttentionPasses HOLDFAST_OF_SET(attention_passes){
-    kPasses<float>, kPasses<double>, &narrow_rows, &narrow_pairs, &advance, &temper, &below, HOLDFAST_NAME};
+    kPasses<float>, kPasses<double>, &narrow_rows, &narrow_pairs,
+    &advance,       &temper,         &below,       HOLDFAST_NAME};
 
 }  // namespace holdfast
