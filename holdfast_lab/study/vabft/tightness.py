@@ -58,7 +58,7 @@ def _study(precision: str) -> Study:
 
 def _run(precisions: tuple[str, ...], settings: Settings, progress: Progress) -> Iterator[Row]:
     sizes = settings.choose(SIZES[:1], SIZES, SIZES)
-    trials = settings.choose(1, 1 if "fp64" in precisions else 3, TRIALS[precisions[0]])
+    trials = settings.choose(3, 1 if "fp64" in precisions else 3, TRIALS[precisions[0]])
     cases = list(every(precisions, RANDOM, sizes))
     progress.begin(float(trials * sum(size**2 for *_, size in cases)))
     against = []
