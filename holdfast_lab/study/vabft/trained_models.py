@@ -26,8 +26,8 @@ MODELS = ("llama", "gpt2", "vit")
 PRECISIONS = ("bf16", "fp32")
 LEARNING_RATE = 1e-3
 _NARROW = (
-    "here all products of a training count: the rows found are of GPT-2's classifier, which has two "
-    "columns, and of gradients of a weight of ViT"
+    "here all products of a training count: the rows found are of GPT-2's classifier, which has "
+    "two columns, and of gradients of a weight of ViT"
 )
 NO_FALSE_POSITIVE = {
     name: replace(published, source="section 6.7, models", otherwise=_NARROW)
