@@ -59,17 +59,20 @@ class Masked(nn.Module):
         return torch.baddbmm(self.mask, q, k.transpose(1, 2))
 
 
-def cases() -> Iterator[tuple[str, Callable[[], nn.Module], list[int], int, int]]:
-    """Name, module, shape of each input, how many those are, and the products of a forward."""
+def cases() -> Iterator[tuple[str, Callable[[], nn.Module], list[int], int, dict[str, int]]]:
+    """Name, module, shape of each input, how many those are, and the faults of the gate by mode."""
+    one = {"inference": 1, "training": 3}
     for k, n in LAYERS:
         for m in ROWS:
-            yield f"linear {m} x {k} x {n}", lambda k=k, n=n: nn.Linear(k, n), [m, k], 1, 1
-    yield "interaction", Interaction, [32, 27, 64], 1, 1
+            yield f"linear {m} x {k} x {n}", lambda k=k, n=n: nn.Linear(k, n), [m, k], 1, one
+    yield "interaction", Interaction, [32, 27, 64], 1, one
     operand = [BATCH, TOKENS, WIDTH]
-    yield "attention", Attention, operand, 3, 2
+    yield "attention", Attention, operand, 3, {"inference": 2, "training": 6}
     later = torch.ones(TOKENS, TOKENS).triu(1).bool()
     causal = torch.zeros(BATCH, TOKENS, TOKENS).masked_fill(later, -torch.inf)
-    yield "masked, causal", lambda: Masked(causal), operand, 2, 1
+    # The product is computed, and struck, without its mask as well.
+    masked = {"inference": 2, "training": 4}
+    yield "masked, causal", lambda: Masked(causal), operand, 2, masked
 
 
 class Run:
@@ -90,9 +93,9 @@ class Run:
         return [output, *torch.autograd.grad(output, operands, self.upstream)]
 
 
-def measure(candidate: Run, plain: Run, products: int, pairs: int) -> dict[str, object]:
+def measure(candidate: Run, plain: Run, faults: int, pairs: int) -> dict[str, object]:
     """Gate, then time; the figures of a row."""
-    gate(candidate.module, candidate.results, products * (3 if candidate.training else 1))
+    gate(candidate.module, candidate.results, faults)
     times = max(1, int(SAMPLE_S / seconds_of(lambda: deque([candidate.results()], 0))))
 
     def bare() -> None:
@@ -114,7 +117,7 @@ def main() -> None:
     parser.add_argument("--case", action="append")
     args = parser.parse_args()
     table = Table(*KEYS)
-    for name, make, shape, count, products in cases():
+    for name, make, shape, count, faults in cases():
         for mode in ("inference", "training"):
             for dtype, kind in DTYPES.items():
                 if not any(part in name for part in args.case or [""]):
@@ -124,7 +127,7 @@ def main() -> None:
                 inputs = [torch.randn(shape).to(kind) for _ in range(count)]
                 runs = (Run(each, inputs, mode == "training") for each in (module, make().to(kind)))
                 row = {"case": name, "dtype": dtype, "mode": mode}
-                row |= measure(*runs, products, args.pairs)
+                row |= measure(*runs, faults[mode], args.pairs)
                 record("small_products", row)
                 table.add_row(*(str(row[key]) for key in KEYS))
     Console(width=120).print(table)

@@ -79,7 +79,7 @@ def judge(answers: Mapping[int, Answer], world_size: int, states: Mapping[int, s
     """
     left = {r: "it has left the Guard" for r, said in answers.items() if said["state"] == "ended"}
     missing = (rank for rank in range(world_size) if rank not in answers)
-    silent = {rank: states.get(rank, "no answer from it") for rank in missing}
+    silent = {rank: states.get(rank, "it does not answer") for rank in missing}
     groups = {
         rank: {name: Entered(*fields) for name, fields in answer["groups"].items()}
         for rank, answer in answers.items()

@@ -15,6 +15,7 @@ from holdfast.liveness.watchdog import (
     LONGEST_LOOK_S,
     SETTLED,
     UNSETTLED,
+    UNSURE,
     Hang,
     Use,
     Watchdog,
@@ -41,7 +42,9 @@ class Pair(Exchange):
         self.busy_until_s, self.moved_s, self.below = 1e9, 0.0, 0.0
 
     def others(self) -> dict[int, Answer]:
-        """What rank 1 says, anew each time."""
+        """What rank 1 says, anew each time; nothing if it is silent."""
+        if self.other == "silent":
+            return {}
         theirs = BEHIND if self.newest is AHEAD else AHEAD
         answer = self.watchdog._answer(self.other, {"world": theirs})
         return {1: {**answer, "rank": 1, "host": "another", "at_s": self.now_s}}
@@ -89,6 +92,21 @@ def test_a_rank_that_waits_names_one_that_computes_after_ten_times_the_limit(pai
 def test_a_rank_that_does_not_compute_is_named_at_once(pair: Pair) -> None:
     (found,) = pair.named(HALF_S, LATE_S)
     assert found.detail["behind"].keys() == {"1"}
+
+
+@pytest.mark.parametrize("pair", [(0.0, AHEAD, "silent")], indirect=True)
+def test_a_rank_that_only_has_not_answered_is_named_a_third_later(pair: Pair) -> None:
+    assert pair.named(HALF_S, LATE_S, LATE_S + 0.9 * UNSURE * FLOOR_S) == []
+    (found,) = pair.named(LATE_S + 1.1 * UNSURE * FLOOR_S)
+    assert found.detail["behind"].keys() == {"1"}
+
+
+@pytest.mark.parametrize("pair", [(0.0, AHEAD, "silent")], indirect=True)
+def test_nobody_is_named_for_a_step_that_ends_within_that_third(pair: Pair) -> None:
+    assert pair.named(HALF_S, LATE_S) == []
+    pair.watchdog._at_s = LATE_S  # of a step that ends now; the next one is late in its turn
+    assert pair.named(LATE_S + 0.1, LATE_S + HALF_S, 2 * LATE_S) == []
+    assert len(pair.named(2 * LATE_S + 1.1 * UNSURE * FLOOR_S)) == 1
 
 
 @pytest.mark.parametrize("pair", [(1.0, BEHIND, "stalled")], indirect=True)
