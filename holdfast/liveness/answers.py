@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 FOLDER = "ranks"
 STORE_S = 5.0  # the longest wait for the store
+ANSWER_S = 2 * STORE_S  # until a rank has read what others say and published its own answer
 
 
 class Answer(TypedDict):

@@ -27,14 +27,14 @@ from torch import nn
 from holdfast import config, events
 from holdfast.errors import ConfigError
 from holdfast.events import EventKind, recorder
-from holdfast.liveness.answers import FOLDER, Answer, Exchange
+from holdfast.liveness.answers import ANSWER_S, FOLDER, Answer, Exchange
 from holdfast.liveness.pace import Stragglers
 from holdfast.liveness.verdict import Entered, Verdict, entered, excused, judge
 
 SETTLED = 8  # steps whose times are known; earlier ones may compile
 UNSETTLED = 10.0  # times as long is waited before, and for ranks that compute, read or write
 BUSY_SHARE = 0.1  # of half of the time until a hang, by which a rank counts as computing
-UNSURE = 1 / 3  # of the time until a hang, for which a verdict that may be early is kept back
+UNSURE = 1 / 3  # of the time until a hang, and ANSWER_S, a verdict that may be early is kept back
 BUSY_BYTES_S = 2**19  # a second, by which it counts as reading or writing: metrics read less
 LONGEST_LOOK_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -55,8 +55,9 @@ class Hang:
             that the hang is named before other waits end. A rank that computes, reads or writes
             meanwhile, or whose child processes compute (to compile, or to save a checkpoint), has
             ten times as long, as has the beginning of a run. Evaluation (``model.eval()``) and
-            ``Guard.pause`` do not count. A third longer is waited before a rank is named only
-            because it does not answer, and before it is said that nobody can be named.
+            ``Guard.pause`` do not count. A third longer, and at least ten seconds, is waited
+            before a rank is named only because it does not answer, and before it is said that
+            nobody can be named.
         restart: True to kill the ranks that are named, so that the launcher starts the run again;
             where no other rank of a named one's host is left, a rank that waits for it ends itself.
         pace_s: Seconds between two comparisons of the ranks' times (``pace``).
@@ -201,7 +202,7 @@ class Watchdog:
         states = {rank: state for rank, pid in here.items() if (state := _state(pid))}
         verdict = judge(answers, self._world_size, states)
         self._due_s = self._due_s or now_s
-        if verdict.is_sure or now_s - self._due_s >= UNSURE * limit_s:
+        if verdict.is_sure or now_s - self._due_s >= max(UNSURE * limit_s, ANSWER_S):
             self._told = True
             self._tell(exchange, verdict, answers, here, waited_s)
 

@@ -75,7 +75,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest):
 )
 def test_the_rank_for_which_the_others_wait_is_named(run: Run, why: str) -> None:
     found = run.until(EventKind.RANK_HUNG).detail
-    assert list(found["behind"]) == ["1"]
+    assert list(found["behind"]) == ["1"], found
     assert why in found["behind"]["1"]
     assert "gloo:" in found["waiting_in"]
     if why != "stopped":  # such a process writes its stacks once it goes on
@@ -85,7 +85,8 @@ def test_the_rank_for_which_the_others_wait_is_named(run: Run, why: str) -> None
 
 @pytest.mark.parametrize("run", ["skip"], indirect=True)
 def test_a_rank_that_skips_a_collective_is_killed_if_that_is_wanted(run: Run) -> None:
-    assert list(run.until(EventKind.RANK_HUNG).detail["behind"]) == ["1"]
+    found = run.until(EventKind.RANK_HUNG).detail
+    assert list(found["behind"]) == ["1"], found
     assert run.ranks[1].wait(PATIENCE_S) == -9
 
 

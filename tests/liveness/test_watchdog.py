@@ -8,7 +8,7 @@ from torch import nn
 from holdfast import events
 from holdfast.events import Event, EventKind
 from holdfast.liveness import watchdog
-from holdfast.liveness.answers import Answer, Exchange
+from holdfast.liveness.answers import ANSWER_S, Answer, Exchange
 from holdfast.liveness.verdict import Entered
 from holdfast.liveness.watchdog import (
     BUSY_BYTES_S,
@@ -95,9 +95,14 @@ def test_a_rank_that_does_not_compute_is_named_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", [(0.0, AHEAD, "silent")], indirect=True)
-def test_a_rank_that_only_has_not_answered_is_named_a_third_later(pair: Pair) -> None:
-    assert pair.named(HALF_S, LATE_S, LATE_S + 0.9 * UNSURE * FLOOR_S) == []
-    (found,) = pair.named(LATE_S + 1.1 * UNSURE * FLOOR_S)
+@pytest.mark.parametrize("floor_s", [FLOOR_S, 60 * FLOOR_S])
+def test_a_rank_that_only_has_not_answered_is_named_a_third_later(
+    pair: Pair, floor_s: float
+) -> None:
+    pair.watchdog._hang = Hang(floor_s=floor_s)
+    late_s, longer_s = 1.1 * floor_s, max(UNSURE * floor_s, ANSWER_S)
+    assert pair.named(0.6 * floor_s, late_s, late_s + 0.9 * longer_s) == []
+    (found,) = pair.named(late_s + 1.1 * longer_s)
     assert found.detail["behind"].keys() == {"1"}
 
 
@@ -106,7 +111,7 @@ def test_nobody_is_named_for_a_step_that_ends_within_that_third(pair: Pair) -> N
     assert pair.named(HALF_S, LATE_S) == []
     pair.watchdog._at_s = LATE_S  # of a step that ends now; the next one is late in its turn
     assert pair.named(LATE_S + 0.1, LATE_S + HALF_S, 2 * LATE_S) == []
-    assert len(pair.named(2 * LATE_S + 1.1 * UNSURE * FLOOR_S)) == 1
+    assert len(pair.named(2 * LATE_S + 1.1 * ANSWER_S)) == 1
 
 
 @pytest.mark.parametrize("pair", [(1.0, BEHIND, "stalled")], indirect=True)
