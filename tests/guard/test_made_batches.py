@@ -1,6 +1,7 @@
 """Batches that are digested where they are made, and compared where they are used."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ class Striking(DigestedCollate):
     def __call__(self, samples: Any) -> Any:
         """Make a batch, and strike it."""
         made, self.left = super().__call__(samples), self.left - 1
-        if not self.left and not self.path.exists():
-            self.path.touch()
-            flip(made.batch)
+        if not self.left:
+            with suppress(FileExistsError):  # another worker has struck, or an earlier pass
+                self.path.touch(exist_ok=False)
+                flip(made.batch)
         return made if self.digested else made.batch
 
 
