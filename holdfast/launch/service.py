@@ -65,7 +65,9 @@ class Standby:
     def _execute(self) -> int:
         code = "from holdfast.launch.standby import main; main()"
         command = [sys.executable, "-u", "-c", code, self.path, str(os.getpid()), *self.modules]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL).pid
+        # Kept, as subprocess reaps the processes of objects that are gone before ``_keep`` does.
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        return self._process.pid
 
     def _keep(self) -> None:
         """Start the process again when it dies."""

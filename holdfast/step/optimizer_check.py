@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,4 +185,5 @@ class OptimizerCheck:
             watched.why_not, watched.samples = f"its check failed: {error!r}", []
             op, detail = f"{type(watched.optimizer).__name__}.step", {"error": repr(error)}
             events.record(EventKind.CHECK_FAILED, op=op, detector="recomputation", detail=detail)
-            warnings.warn(f"{op} is not checked any more: {error!r}", stacklevel=2)
+            with suppress(Warning):  # where warnings are errors
+                warnings.warn(f"{op} is not checked any more: {error!r}", stacklevel=2)

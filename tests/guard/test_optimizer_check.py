@@ -230,8 +230,9 @@ def test_gradients_that_a_closure_computes_are_seen() -> None:
         assert run.check.coverage()[0]["checked"] == 4 * len(run.held) - len(strikes)
 
 
-def test_an_optimizer_that_never_comes_out_the_same_is_left_alone() -> None:
-    """As a compiled one might be, whose bits are not those of torch's functions."""
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_an_optimizer_that_never_comes_out_the_same_is_left_alone(action: Any) -> None:
+    """As a compiled one might be; also where a program makes errors of warnings."""
 
     def other_bits(run: Stepped) -> None:
         for parameter in run.held:
@@ -240,8 +241,10 @@ def test_an_optimizer_that_never_comes_out_the_same_is_left_alone() -> None:
     run, plain = Stepped(SGD, 1.0), Stepped(SGD, 0.0)
     for each in (run, plain):
         each.strikes = lambda step, each=each: other_bits(each)
-    with pytest.warns(UserWarning, match=r"SGD\.step is not checked any more"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.filterwarnings(action, r"SGD\.step is not checked any more")
         run.run(3)
+    assert len(said) == (action == "always")
     assert run.digest() == plain.run(3).digest()
     assert kinds() == ["check_failed"]
     (told,) = run.check.coverage()
