@@ -38,6 +38,7 @@ from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.rng import register_all, set_rng_state, unregister
 from holdfast.snapshot.client.at_rest import AtRest
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.spare_process import is_spare
 from holdfast.step.buckets import Buckets
 from holdfast.step.hooks import weak_hook
 from holdfast.step.loading import Batches
@@ -51,6 +52,7 @@ from holdfast.step.refusals import (
 )
 from holdfast.step.scaling import LossScale
 from holdfast.step.settings import Edits, GroupSettings
+from holdfast.step.spare import SpareReplica
 from holdfast.step.spot_check import SpotCheck
 from holdfast.step.summary import Summary, timed
 from holdfast.step.update import After, Scheduler, Update
@@ -192,6 +194,8 @@ class Guard:
         if snapshots is not None:
             scheduler = in_snapshots("scheduler", scheduler, snapshots.scheduler)
             scaler = in_snapshots("scaler", scaler, snapshots.scaler)
+        if is_spare():
+            snapshots = None  # a spare leaves those of the run alone
         optimizer = as_one(optimizer)
         check_model(model)
         check_optimizer(model, optimizer)
@@ -201,6 +205,8 @@ class Guard:
             check_scheduler(scheduler)
         if not isinstance(shadow, Shadow):
             shadow = Shadow(config.value("guard.shadow", shadow, 0.0))
+        if is_spare() and not shadow.spare:
+            raise ConfigError("a spare's Guard needs shadow=Shadow(rate, spare=True), as the run's")
         self.model, self.optimizer, self.snapshots = model, optimizer, snapshots
         self.scheduler, self.scaler = scheduler, scaler
         self.clip_grad_norm, self.audit, self.seed = clip_grad_norm, audit, seed
@@ -363,6 +369,8 @@ class Guard:
         self._step_log.flush()
         self._summary.write(self.steps_done)
         self.at_rest.close()
+        if isinstance(self.shadow, SpareReplica):
+            self.shadow.close(ended_well=kind is None)
         self.optimizer_check.close()
         unregister(self._generators)
         wrong = self._verifier.wrong_update(self.steps_done - 1) if kind is None else ""
@@ -432,6 +440,8 @@ class Guard:
             UncorrectableFault: The step could not be confirmed, even after rolling back.
         """
         self._check_usable()
+        if isinstance(self.shadow, SpareReplica) and is_spare():
+            self.shadow.serve(forward_backward)
         batch = keep(batch)
         if self._open is not None:
             raise ConfigError(
@@ -473,6 +483,8 @@ class Guard:
             UncorrectableFault: The step could not be confirmed, even after rolling back.
         """
         self._check_usable()
+        if self.shadow.settings.spare:
+            raise ConfigError("a spare computes steps of Guard.step, and none of micro_step")
         if self.clip_grad_norm is not None:
             raise ConfigError(
                 f"clip_grad_norm={self.clip_grad_norm} is for Guard.step: with micro_step the loop "

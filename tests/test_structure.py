@@ -17,7 +17,7 @@ LEAVES = frozenset(
     {
         *("errors", "events", "config", "digest", "sites", "site_names", "native", "rng"),
         *("version", "json_store", "lazy", "logs", "memory", "optimizers", "text_files"),
-        *("torchrun", "_built_for"),
+        *("torchrun", "spare_process", "_built_for"),
     }
 )
 

@@ -25,6 +25,7 @@ from holdfast.errors import ConfigError, HoldfastError
 # What each verb does. Its module is imported only when it is asked for, as most need torch.
 VERBS = {
     "run": "torchrun, with an SMP that outlives the ranks",
+    "spare": "compute steps of a run beside it, to find ranks that err",
     "watch": "show a run that goes on in the terminal",
     "events": "list the fault events of a run",
     "devices": "list the faults of each device over several runs",

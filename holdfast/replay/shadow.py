@@ -64,10 +64,12 @@ class Shadow:
             loss. It draws no random number before it calls the model.
         until_evicted: True to audit every step once a unit is known to err persistently, so that
             its results are not applied until it is replaced.
+        spare: True to have ``holdfast spare`` compute the sampled steps, each that of one rank, in
+            the place of ranks; they are compared once they are applied.
 
     Raises:
         ConfigError: The rate or the number of groups is out of range, or only one of ``groups`` and
-            ``group_step`` is given.
+            ``group_step`` is given, or one of these or a unit with ``spare``.
     """
 
     rate: float
@@ -76,6 +78,7 @@ class Shadow:
     groups: int = 1
     group_step: GroupStep | None = None
     until_evicted: bool = True
+    spare: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
@@ -85,6 +88,8 @@ class Shadow:
                 f"groups = {self.groups} and group_step = {self.group_step!r}: to audit one of "
                 "several micro-batches give their number, and what computes one; else neither"
             )
+        if self.spare and (self.mesh, self.unit, self.groups) != (None, None, 1):
+            raise ConfigError("spare=True: one rank's whole step; leave out mesh, unit and groups")
 
 
 class ShadowReplica:

@@ -15,28 +15,28 @@ class LossScale:
     """
 
     def __init__(self, scaler: GradScaler | None) -> None:
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._skips = 0
 
     @property
     def skips_overflows(self) -> bool:
         """True if a gradient that is not finite is left to the scaler."""
-        return self._scaler is not None and self._skips < MAX_SKIPS
+        return self.scaler is not None and self._skips < MAX_SKIPS
 
     @property
     def skipped(self) -> bool:
         """True if the latest step was skipped."""
-        return self._scaler is not None and self._skips > 0
+        return self.scaler is not None and self._skips > 0
 
     def value(self) -> torch.Tensor:
         """Return the scale that is in the gradients of the present step, where the scaler has it.
 
         To read it apart from loss and norm would make the host wait for the device once more.
         """
-        if self._scaler is None:
+        if self.scaler is None:
             return torch.tensor(1.0)
-        scale = self._scaler._scale  # None if nothing was scaled yet
-        return torch.tensor(self._scaler.get_scale()) if scale is None else scale
+        scale = self.scaler._scale  # None if nothing was scaled yet
+        return torch.tensor(self.scaler.get_scale()) if scale is None else scale
 
     def rolled_back(self) -> None:
         """Count from the snapshot that was restored: there is none of a step that was skipped."""

@@ -32,6 +32,7 @@ from holdfast.snapshot.client.at_rest import AtRest
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.optimizer_check import OptimizerCheck
 from holdfast.step.scaling import LossScale
+from holdfast.step.spare import SpareReplica
 from holdfast.step.spot_check import SpotCheck
 from holdfast.step.watch import PassWatch
 
@@ -93,7 +94,9 @@ class Verifier:
         timing: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self.audit, self.seed = audit, seed
-        self.shadow = ShadowReplica(model, shadow, seed, _attempted)
+        about = model, shadow, seed, _attempted
+        spare = SpareReplica(*about, snapshots, loss_scale.scaler) if shadow.spare else None
+        self.shadow = spare or ShadowReplica(*about)
         self.grad_norm, self.runs, self.rehearses = math.nan, 0, False
         self.total_norm = torch.tensor(math.nan)
         self._measured = self.total_norm, math.nan  # the loss of the latest pass, and its value

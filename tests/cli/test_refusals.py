@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> P
         raise AssertionError("work was begun on bad input")
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(launch, "_launch", started)
     monkeypatch.setattr(calibrate_verb, "calibrate", started)
@@ -180,6 +183,9 @@ def _files(folder: Path) -> dict[str, bytes]:
         ("run --node-rank 2 --nnodes 2 script.py", "--node-rank 2: give 0 to 1, for --nnodes 2"),
         ("run --master-port 99999 script.py", "--master-port 99999: give 1 to 65535"),
         ("run --run-dir script.py script.py", "script.py is no directory"),
+        ("spare --run-dir new none.py", "there is no script none.py: give"),
+        ("spare --run-dir script.py script.py", "cannot use "),
+        ("spare --run-dir new script.py", "script.py ended without a Guard.step"),
         ("run --run-dir script.py/x script.py", "script.py is no directory"),
         ("run --monitor-interval -1 script.py", "--monitor-interval -1.0 must be a number"),
         ("run --monitor-interval nan script.py", "--monitor-interval nan must be a number"),
@@ -305,7 +311,7 @@ def test_version_and_the_help_of_every_verb_are_answered(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (verbs,) = [action.choices for action in make_parser()._actions if action.dest == "verb"]
-    assert len(verbs) == 15
+    assert len(verbs) == 16
     shown = {"run": ["--nproc-per-node", "--run-dir", "SMP"], "campaign": ["near_inf", "operand_b"]}
     for words in (["--version"], ["--help"], *([verb, "--help"] for verb in verbs)):
         with pytest.raises(SystemExit) as ended:

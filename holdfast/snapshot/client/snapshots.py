@@ -26,6 +26,7 @@ from holdfast.snapshot.node.session import SmpSession
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.restore import newest_state
+from holdfast.spare_process import is_spare
 
 
 class Snapshots:
@@ -127,6 +128,9 @@ class Snapshots:
         extra: Stateful | None = None,
         **options: Unpack[SnapshotOptions],
     ) -> None:
+        if is_spare():  # the run's snapshots are not a spare's, and its Guard takes none
+            self.scheduler, self.scaler, self._closed = scheduler, scaler, True
+            return
         settings = SnapshotSettings.of(options)
         self.step, self.every = 0, settings.every
         self.scheduler, self.scaler, self.loader = scheduler, scaler, loader
