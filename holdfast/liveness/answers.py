@@ -26,7 +26,8 @@ class Answer(TypedDict):
     ``state`` is ``stalled``, ``busy`` (it computes, reads or writes), ``paused``, ``running`` or
     ``ended``; ``step`` is the last one that has ended, and ``groups`` maps the names of process
     groups to the fields of ``verdict.Entered``. ``own_s`` is the time that it computes in a
-    step, and ``started`` tells its process from a later one with the same id.
+    step, and ``started`` tells its process from a later one with the same id. ``named`` are the
+    ranks that it has recorded as behind at the present step.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Answer(TypedDict):
     at_s: float
     own_s: float
     groups: Mapping[str, tuple[int, str, str, bool]]
+    named: list[int]
 
 
 class Exchange:

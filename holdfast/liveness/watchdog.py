@@ -104,6 +104,7 @@ class Watchdog:
         self._rank, self._world_size, self._folder = 0, 1, Path()
         self._said: dict[int, Answer] = {}  # by the others, when the present step was half late
         self._told, self._due_s = False, 0.0  # when a verdict on the present step was first due
+        self._named = list[int]()  # those of this rank's verdict, once it is recorded
         self._state = ""
         self._published_s = self._compared_s = -1e9
         self._use, self._used, self._own_s = Use(), Use(), 0.0
@@ -181,7 +182,7 @@ class Watchdog:
         if state == "busy" and waited_s >= UNSETTLED * limit_s:
             state = "stalled"
         if waited_s < limit_s / 2:
-            self._said, self._told, self._due_s = {}, False, 0.0
+            self._said, self._told, self._due_s, self._named = {}, False, 0.0, []
             self._publish(exchange, state if state == "paused" else "running", now_s)
             self._compare(exchange, now_s)
             return
@@ -202,7 +203,15 @@ class Watchdog:
         states = {rank: state for rank, pid in here.items() if (state := _state(pid))}
         verdict = judge(answers, self._world_size, states)
         self._due_s = self._due_s or now_s
-        if verdict.is_sure or now_s - self._due_s >= max(UNSURE * limit_s, ANSWER_S):
+        late_s, longer_s = now_s - self._due_s, max(UNSURE * limit_s, ANSWER_S)
+        # One rank records the verdict before any acts on it: the end of a rank changes the answers.
+        first = min(rank for rank, said in answers.items() if said["state"] == "stalled")
+        if first != self._rank and (named := answers[first]["named"]):
+            verdict = Verdict(dict.fromkeys(named, ""), "", is_sure=True)
+        elif first != self._rank:
+            longer_s += ANSWER_S
+            verdict = verdict._replace(is_sure=False)
+        if verdict.is_sure or late_s >= longer_s:
             self._told = True
             self._tell(exchange, verdict, answers, here, waited_s)
 
@@ -275,8 +284,10 @@ class Watchdog:
             if exchange.unreachable:
                 detail["store"] = exchange.unreachable
             events.record(EventKind.RANK_HUNG, detector="liveness", detail=detail)
-        if self._hang.restart and verdict.behind:
             events.flush()
+            self._named = list(verdict.behind)
+            exchange.publish({**answers[self._rank], "named": self._named})
+        if self._hang.restart and verdict.behind:
             ended = verdict.behind.keys() & (here.keys() | {self._rank})
             # A rank of whose host none is left to end it goes with the first that can tell.
             hosts = {said["host"] for said in stalled.values()}
@@ -307,6 +318,7 @@ class Watchdog:
             "at_s": time.time(),
             "own_s": self._own_s,
             "groups": {name: (*each,) for name, each in (groups or {}).items()},
+            "named": self._named,
         }
 
 

@@ -16,7 +16,7 @@ MOVED = round(BUSY_BYTES_S * LONGEST_LOOK_S)
 
 def answer(rank: int) -> Answer:
     known = {"rank": rank, "host": f"host-{rank}", "pid": 1, "started": 1, "state": "running"}
-    return known | {"step": 1, "at_s": 1.0, "own_s": 1.0, "groups": {}}  # type: ignore[return-value]
+    return known | {"step": 1, "at_s": 1.0, "own_s": 1.0, "groups": {}, "named": []}  # type: ignore[return-value]
 
 
 def test_a_rank_that_never_answered_hides_no_answers_of_others(

@@ -1,5 +1,6 @@
 """When the watchdog names a rank that computes all the time, on a clock that the tests set."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,42 @@ def test_a_rank_works_that_reads_or_waits_for_a_compiler_and_not_one_that_hardly
     """The window of half a second counts as two, and so do 1.1 MB in the whole second."""
     pair.moved_s, pair.below = 2 * moved_s, below
     assert (pair.named(0.55 * FLOOR_S, LATE_S) == []) == is_busy
+
+
+@pytest.mark.parametrize("pair", [(0.0, BEHIND, "stalled")], indirect=True)
+@pytest.mark.parametrize(
+    ("named", "before_s", "at_s"),
+    [
+        ([1], [HALF_S], LATE_S),
+        ([], [HALF_S, LATE_S, LATE_S + 1.9 * ANSWER_S], LATE_S + 2.1 * ANSWER_S),
+    ],
+)
+def test_a_rank_ends_others_only_once_the_first_has_recorded_who_is_behind(
+    pair: Pair,
+    named: list[int],
+    before_s: list[float],
+    at_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or has had the time to: what an end does to the others would change its verdict."""
+    ended = list[int]()
+    monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: ended.append(pid))
+    pair.watchdog._rank, pair.watchdog._hang = 1, Hang(floor_s=FLOOR_S, restart=True)
+    first = pair.watchdog._answer("stalled", {"world": AHEAD})
+    first |= {"rank": 0, "host": "far", "named": named}
+    monkeypatch.setattr(pair, "others", lambda: {0: {**first, "at_s": pair.now_s}})
+    assert pair.named(*before_s) == []
+    assert ended == []
+    assert pair.named(at_s) == []  # the first one records it
+    assert ended == [os.getpid()]
+
+
+@pytest.mark.parametrize("pair", [(0.0, AHEAD, "stalled")], indirect=True)
+def test_the_first_rank_tells_the_others_whom_it_has_recorded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = list[Answer]()
+    monkeypatch.setattr(pair, "publish", published.append)
+    (found,) = pair.named(HALF_S, LATE_S)
+    assert published[-1]["named"] == [1] == [int(rank) for rank in found.detail["behind"]]
+    assert published[0]["named"] == []
