@@ -3,10 +3,11 @@
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from inspect import signature
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from holdfast import __version__
 from holdfast.cli.plots import check_drawable, save
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
+from holdfast.inject.journal import Journal
 from holdfast.text_files import UNPARSABLE, read_text
 from holdfast_lab import study
 from holdfast_lab.provenance import NO_HASH, provenance, source_tree
 from holdfast_lab.study.published import between, shown
-from holdfast_lab.study.registry import Row, Settings, Study
+from holdfast_lab.study.registry import Progress, Row, Settings, Study
 from holdfast_lab.study.reproduction import page, read_records
 
 LIST, ALL = "list", "all"
@@ -48,6 +50,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--seed", metavar="N", type=int, default=0, help="of the operands and faults (default 0)")
     threads = "of torch (default 1, at which small products are soonest done; --full likes more)"
     add("--threads", metavar="N", type=int, default=1, help=threads)
+    resume = "keep finished cells in FILE, and go on with those that a former call left there"
+    add("--resume", metavar="FILE", type=Path, help=resume)
     add("--plot", metavar="FILE", type=Path, help="also draw it: .png, .svg or .pdf")
     add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
     export = "also write what other verbs read, e.g. `holdfast plan attention --phi FILE`"
@@ -64,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check and args.name != ALL:
         raise ConfigError(f"--check goes with {ALL!r}")
     if args.name in (LIST, ALL):
-        for option in ("plot", "export"):
+        for option in ("plot", "export", "resume"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"--{option} goes with a study, not with {args.name!r}: name one")
         return _list(args) if args.name == LIST else _all(args)
@@ -73,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     _check_export(chosen, args.export)
     began = time.monotonic()
     with _threads(args.threads), _progress() as progress:
-        rows = list(chosen.run(settings, progress))
+        rows = _rows(chosen, settings, args, progress)
     seconds = time.monotonic() - began
     print_study(chosen, rows)
     broken = chosen.verdict(rows)
@@ -89,6 +93,20 @@ def run(args: argparse.Namespace) -> int:
         circumstances = {"seconds": seconds, "threads": args.threads, "broken": broken}
         write_json(args.json, circumstances | as_json(chosen, settings, rows))
     return 1 if broken else 0
+
+
+def _rows(
+    chosen: Study, settings: Settings, args: argparse.Namespace, progress: Progress
+) -> list[Row]:
+    """Run a study, with the cells that the journal of ``--resume`` holds."""
+    if args.resume is None:
+        return list(chosen.run(settings, progress))
+    run: Callable[..., Iterator[Row]] = chosen.run
+    if "journal" not in signature(run).parameters:
+        raise ConfigError(f"{chosen.name} cannot be resumed; leave out --resume")
+    header = provenance(chosen.module) | {"effort": settings.effort, "seed": settings.seed}
+    with closing(Journal(args.resume, header | {"threads": args.threads})) as journal:
+        return list(run(settings, progress, journal))
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """A multiple-choice task without downloads: which of four passages continues this text?
 
 One passage is the true continuation, the others are from elsewhere in the same text. The task
-replaces the paper's CosmosQA, which has four choices too. A model's answer is the choice that it
-finds most likely.
+replaces the paper's CosmosQA, which has four choices too. As in the paper, a model is trained on
+the right choice after its context. Its answer is the choice that it finds most likely.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Questions:
     """Questions about text.
 
     Attributes:
-        tokens: int64 [N, 4, length + 1], each choice after the context.
+        tokens: int64 [N, choices, length + 1], each choice after the context.
         answers: int64 [N].
         choice_bytes: Number of tokens at the end of a sequence that are the choice.
     """
@@ -38,22 +38,36 @@ class Questions:
         return Questions(self.tokens[which], self.answers[which], self.choice_bytes)
 
     def scores(self, model: GPT) -> torch.Tensor:
-        """Compute Σ log p of the bytes of each choice, given the text before them: [N, 4]."""
+        """Compute Σ log p of the bytes of each choice, given the text before: [N, choices]."""
         flat = self.tokens.flatten(0, 1)
-        logits = model(flat[:, :-1])[:, -self.choice_bytes :]
-        likelihoods = functional.log_softmax(logits, -1)
-        picked = likelihoods.gather(-1, flat[:, -self.choice_bytes :, None]).sum((1, 2))
-        return picked.view(-1, CHOICES)
+        return self._likelihoods(model, flat).sum(-1).view(self.tokens.shape[:2])
 
     def loss(self, model: GPT) -> torch.Tensor:
-        """Compute the mean cross entropy of the answers, in nats."""
-        return functional.cross_entropy(self.scores(model), self.answers)
+        """Compute the mean cross entropy of the right choices' bytes, in nats."""
+        right = self.tokens[torch.arange(len(self)), self.answers]
+        return -self._likelihoods(model, right).mean()
+
+    def _likelihoods(self, model: GPT, sequences: torch.Tensor) -> torch.Tensor:
+        """Compute log p of each byte of the choices that end these sequences."""
+        logits = model(sequences[:, :-1])[:, -self.choice_bytes :]
+        choice = sequences[:, -self.choice_bytes :, None]
+        return functional.log_softmax(logits, -1).gather(-1, choice).squeeze(-1)
 
     @torch.no_grad()
     def predictions(self, model: GPT, batch: int = 64) -> torch.Tensor:
-        """Return the model's choice for each question, int64 [N]."""
-        parts = torch.arange(len(self)).split(batch)
-        return torch.cat([self.some(part).scores(model).argmax(-1) for part in parts])
+        """Return the model's choice for each question, int64 [N]; -1 if a score is not finite."""
+        found = []
+        for part in torch.arange(len(self)).split(batch):
+            scores = self.some(part).scores(model)
+            found.append(scores.argmax(-1).where(scores.isfinite().all(-1), -1))
+        return torch.cat(found)
+
+
+def part_of(part: str) -> tuple[int, int]:
+    """Return the ends of a part of the text: ``"train"``, or ``"test"``, its last quarter."""
+    length = len(text())
+    split = 3 * length // 4
+    return (0, split) if part == "train" else (split, length)
 
 
 def questions(count: int, context: int, choice_bytes: int, *, part: str, seed: int) -> Questions:
@@ -63,9 +77,7 @@ def questions(count: int, context: int, choice_bytes: int, *, part: str, seed: i
     + 1 - choice_bytes`` tokens. ``part`` is ``"train"`` or ``"test"``, which are different parts of
     the text.
     """
-    data = text().data
-    split = 3 * len(data) // 4
-    first, last = (0, split) if part == "train" else (split, len(data))
+    data, (first, last) = text().data, part_of(part)
     draw = torch.Generator().manual_seed(seed)
     length = context + 1
     starts = torch.randint(first, last - length, (count, CHOICES), generator=draw)

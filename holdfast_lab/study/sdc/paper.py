@@ -1,12 +1,10 @@
-"""The published values of the study of silent data corruption, by study."""
+"""The published values of the study of silent data corruption; fine-tuning: ``paper_tasks``."""
 
 from dataclasses import replace
-from math import nextafter, sqrt
-from statistics import NormalDist
+from math import nextafter
 
-from holdfast.inject.statistics import Rate
-from holdfast_lab.emulation.profile import SUBMODULES, NodeProfile, published
-from holdfast_lab.study.published import Published, Range, counted, exactly, rounded
+from holdfast_lab.emulation.profile import SUBMODULES, NodeProfile
+from holdfast_lab.study.published import Published, Range, exactly, rounded
 
 # sdc.submodules: tables 1, 2 and 6 to 9 are what the emulator of unhealthy devices is given.
 _FEW = "few values were struck, and they come in bursts, so that counts vary more than Wilson's"
@@ -80,64 +78,6 @@ CLEAN_BEFORE_ONSET = Published(
     0.0, "section 6.2, node 13", exactly(0.0, "no difference at all"), printed="none", kind="input"
 )
 SIMILAR_RATES = Published(None, "figure 6, rates", printed="similar on most nodes")
-
-# sdc.finetune: table 5, CosmosQA, of which figure 7 shows the losses.
-Z = NormalDist().inv_cdf(0.975)
-TASK = "cosmosqa"
-# The paper prints no size of the test: this is the smallest number of questions of which all of its
-# percentages of CosmosQA are whole numbers of answers.
-QUESTIONS = 3790
-_OTHER_TASK = "another task and a small model, whose boundary fewer questions are near to"
-
-
-def disagreement(profile: NodeProfile) -> Published:
-    """Return the published disagreement in percent; a node that agreed is silent here."""
-    value = profile.disagreement[TASK]
-    if profile.silent(TASK):
-        agreed = exactly(0.0, "the node agreed in every answer")
-        return Published(0.0, "table 5, disagreement", agreed, kind="input")
-    rate = Rate(round(value * QUESTIONS / 100), QUESTIONS)
-    expected = counted(rate, f"{value:.2f} % of {QUESTIONS:,}")
-    return Published(value, "table 5, disagreement", expected, _OTHER_TASK)
-
-
-_SPIKED = (
-    "the loss spike near the end that ruined it is not emulated: the errors that table 2 prints of "
-    "node 6 are not larger than the values"
-)
-
-
-def accuracy_change(profile: NodeProfile) -> Published:
-    """Return the published change of accuracy in points; a ruined model must be ruined here too."""
-    healthy = published()["finetuning"]["healthy_accuracy"][TASK]
-    value = profile.accuracy[TASK] - healthy
-    room = change_room(profile.disagreement[TASK] / 100, QUESTIONS)
-    said = f"{value:.2f} points, {profile.disagreement[TASK]:.2f} % of {QUESTIONS:,} differ → 95 %"
-    ruined = profile.accuracy[TASK] == 0
-    why = _SPIKED if ruined else _OTHER_TASK
-    expected = Range(value - room, value + room, said)
-    return Published(value, "table 5, accuracy", expected, why)
-
-
-def change_room(differing: float, questions: int) -> float:
-    """Return the 95 % sampling error, in points, of a change of accuracy on the same questions.
-
-    It is that of a difference of two counts, which add up to at most the differing answers.
-    """
-    return float(100 * Z * sqrt(differing / questions))
-
-
-# Of another task and model, so that it is only compared.
-SEED_DISAGREEMENT = Published(
-    published()["finetuning"]["another_seed_disagreement"][TASK], "table 5, another seed"
-)
-BELOW_SEED = Published(
-    None,
-    "section 6.2, disagreement",
-    Range(high=1.0, source="not larger than another seed's, measured here"),
-    "few questions are near the boundary, and few of them make the difference",
-    printed="not larger than another seed's",
-)
 
 # sdc.abft: appendix D, which has a figure without numbers.
 Values = dict[str, Published]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from holdfast.cli.main import main
+from holdfast.inject.journal import Journal
 from holdfast_lab import study
 from holdfast_lab.study import Progress, Published, Row, Settings, Study
 from holdfast_lab.study.published import Range
@@ -105,6 +106,30 @@ def test_threads_are_those_asked_for_and_put_back(
     assert seen == [1, 3]
     assert json.loads(path.read_text())["threads"] == 3
     assert torch.get_num_threads() == before
+
+
+def run_slowly(
+    settings: Settings, progress: Progress, journal: Journal | None = None
+) -> Iterator[Row]:
+    assert journal is not None
+    if "cell" not in journal.done:
+        journal.append({"cell": {"ratio": 4.5}})
+        raise KeyboardInterrupt
+    yield Row("first", {}, journal.done["cell"], {"ratio": PAPER})
+
+
+def test_a_study_with_a_journal_is_resumed_with_the_same_options_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    resume = ("--resume", str(tmp_path / "cells.jsonl"))
+    assert main(["study", "toy.one", *resume]) == 2
+    assert "toy.one cannot be resumed; leave out --resume" in capsys.readouterr().err
+    monkeypatch.setitem(study.REGISTRY, "toy.one", Study("toy.one", "Toy", "toys", run_slowly))
+    assert main(["study", "toy.one", *resume]) == 130
+    assert main(["study", "toy.one", *resume, "--full"]) == 2
+    assert "effort was reduced, now it is full" in capsys.readouterr().err
+    assert main(["study", "toy.one", *resume]) == 0
+    assert "4.5" in capsys.readouterr().out
 
 
 def test_a_broken_claim_of_ours_is_exit_code_one(

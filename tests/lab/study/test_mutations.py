@@ -18,11 +18,14 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.inject.statistics import Rate
 from holdfast.planner.attention import modelled_costs
 from holdfast_lab.cli.study import KEPT
 from holdfast_lab.study import REGISTRY, Settings, Unwatched, Verdict
 from holdfast_lab.study.dlrm import gemm_overhead
 from holdfast_lab.study.reproduction import Key, Record, joined, read_records
+from holdfast_lab.study.sdc.paper_tasks import TASKS
+from holdfast_lab.study.sdc.spikes import OVERFLOWS, Spike
 
 HELD = (Verdict.REPRODUCED, Verdict.CALIBRATION)
 MAY_HOLD = (*HELD, Verdict.UNDECIDED)  # too few trials at the smallest size
@@ -97,6 +100,8 @@ TINY = lambda _: 1e-3  # noqa: E731
 NONE = lambda f: lambda *args: torch.zeros_like(f(*args))  # noqa: E731
 GROWING = lambda f: lambda a, b: replace(f(a, b), apart=f(a, b).apart * len(a) / 16)  # noqa: E731
 UNBOUNDED = {"device_for": forced(bound_rms=1e9), "WRONG_PER_STEP": fixed(1e4)}
+INVERTED = lambda f: lambda *both: Rate(f(*both).trials - f(*both).count, f(*both).trials)  # noqa: E731
+MIDDLE = "holdfast_lab.study.sdc.spikes:MIDDLE"
 SAVED = lambda f: lambda self: (f(self), 2.0)[1]  # noqa: E731
 FBGEMM = fixed(SimpleNamespace(core=SimpleNamespace(embedding_fbgemm=lambda: True)))
 ALL = "all that hold"
@@ -154,6 +159,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ("the device never errs", "sdc.drift", "figure 6, parameters",
      {"holdfast_lab.emulation.device:UnhealthyDevice._on": fixed(False)}, NODES),
     ("errors without a bound", "sdc.finetune", "section 6.2, disagreement", UNBOUNDED, NODES),
+    ("equal answers count as different", "sdc.finetune",
+     "; ".join(f"{task.source('disagreement')}, silent" for task in TASKS),
+     {"_differing": INVERTED}, {"NODES": fixed((2, 10, 13))}),
+    ("every answer of a node counts as right", "sdc.finetune", "table 5, RACE, accuracy",
+     {"_right": lambda f: lambda outcome, test:
+      Rate(len(test), len(test)) if outcome.device else f(outcome, test)}, {"NODES": fixed((2,))}),
+    ("each model is ruined at the first step", "sdc.finetune",
+     "figure 7, other nodes; section 6.2, losses on OpenbookQA",
+     {"reported": fixed([Spike(0, OVERFLOWS)])}, {"NODES": fixed((1, 13))}),
+    ("the spike in the middle comes late", "sdc.finetune", "figure 7, after a spike in the middle",
+     {MIDDLE: fixed(0.9)}, {"NODES": fixed((6, 7)), MIDDLE: fixed(0.2)}),
+    ("losses have no spikes", "sdc.finetune",
+     "figure 7, spikes; table 3, CosmosQA, ruined; table 5, RACE, ruined",
+     {"reported": fixed([])}, {"NODES": fixed((6, 7)), MIDDLE: fixed(0.2)}),
     ("bounds divided by a million", "sdc.abft", ALL, bounds(lambda _: 1e-6, "norm:Norm"), NODES),
     ("bounds divided by a billion", "sdc.bf16", "appendix D.4, fp32",
      {"bound": lambda f: lambda *args: 1e-9 * f(*args)}),

@@ -1,16 +1,22 @@
 """The studies that train: faults are fatal where they should be, and repaired leave no trace."""
 
+from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from math import isnan
+from pathlib import Path
 
 import pytest
 import torch
 from case_loops import for_each
+from study_runs import rows_of
 
 from holdfast.digest.tensors import state_digest, tensors_digest
+from holdfast.inject.journal import Journal
 from holdfast.inject.statistics import Rate
 from holdfast.planner.vulnerability import parse
 from holdfast.protection import protect
+from holdfast_lab.study import Settings, Unwatched
 from holdfast_lab.study.attnchecker import loss, recovery, vulnerability
 from holdfast_lab.study.attnchecker.docstrings import Task
 from holdfast_lab.study.attnchecker.finetune import Trainer, task_for
@@ -65,6 +71,53 @@ def test_near_infinity_is_fatal_in_the_context_through_torchs_layer_norm_alone(t
     assert (fatal.value, harmless.value) == (1, 0)
 
 
+@for_each("name", PAPER_MODELS)
+def test_faults_tried_together_do_what_each_does_alone(
+    name: str, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, trials, settings = replace(TINY, batch=4), 5, Settings("tiny")
+    monkeypatch.setattr(vulnerability, "GROUP", 3)  # two groups, of which one is smaller
+    trainers = [Trainer(name, size, task), Trainer(name, size, task)]
+    vulnerability.enlarge(trainers[1].subject)
+    patients = [vulnerability.Patient(trainer, steps=2) for trainer in trainers]
+    found, expected = [], []
+    norms = (vulnerability.torchs_own, vulnerability.by_formula)
+    for matrix, kind, which in product(STRUCK, TYPES, (0, 1)):
+        strikes = [Strike(matrix, kind, settings.generator(matrix, kind)) for _ in range(2)]
+        found += patients[which].outcomes(strikes[0], trials, norms[which])
+        with protect(trainers[which].model, verify=False), norms[which](trainers[which].model):
+            expected += [patients[which].non_trainable(strikes[1]) for _ in range(trials)]
+    assert found == expected
+    assert {*expected} == {True, False}
+
+
+class Interrupted(Unwatched):
+    """Interrupts a study in its second model."""
+
+    left = CELLS = 33
+
+    def advance(self, amount: float) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped_and_ends_with_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = vulnerability.STUDY.run, tmp_path / "cells.jsonl"
+    with closing(Journal(path, {})) as journal, pytest.raises(KeyboardInterrupt):
+        list(run(Settings("tiny"), Interrupted(), journal))
+    with path.open("a") as file:
+        file.write('{"cell": "the cell in which it was')
+    tried, draw = [], Strike.effect
+    monkeypatch.setattr(Strike, "effect", lambda *args: tried.append(args[0]) or draw(*args))
+    with closing(Journal(path, {})) as journal:
+        rows = list(run(Settings("tiny"), Unwatched(), journal))
+    assert len(tried) == len(rows) - Interrupted.CELLS
+    assert rows == rows_of("attnchecker.vulnerability")
+
+
 def test_the_planner_reads_what_is_exported() -> None:
     rows = [
         vulnerability.row(model, matrix, kind, Rate(n, 10))
@@ -73,8 +126,10 @@ def test_the_planner_reads_what_is_exported() -> None:
         for kind in TYPES
     ]
     rows.append(vulnerability.row("bert", "Q", "nan", Rate(10, 10), table=vulnerability.BY_FORMULA))
+    rows.append(vulnerability.row("bert", "K", "nan", Rate(10, 10), width=768))
     document = vulnerability.export(rows)
     table = parse(document, "bert-base")
+    assert table["K"]["nan"] == 1  # at the width where it is larger
     assert 0 < table["Q"]["nan"] == Rate(0, 10).interval[1] < 0.5
     assert parse(document, "roberta")["O"]["near_inf"] == 1
 

@@ -1,9 +1,14 @@
 """Unhealthy nodes: equal seeds agree to the last bit, and faulty ones differ where they must."""
 
+import builtins
+import re
+import sys
 from dataclasses import replace
+from keyword import iskeyword
 
 import pytest
 import torch
+from case_loops import for_each
 from torch.nn import functional
 
 from holdfast import events
@@ -12,6 +17,9 @@ from holdfast_lab.emulation.profile import SUBMODULES, Rhythm, node_profile
 from holdfast_lab.study.sdc import drift, finetune
 from holdfast_lab.study.sdc.cloze import CHOICES, questions
 from holdfast_lab.study.sdc.lockstep import Found, Reference
+from holdfast_lab.study.sdc.multiple_choice import MAKERS, MARKS, TOPICS, multiple_choice
+from holdfast_lab.study.sdc.paper_tasks import COSMOS, TASKS, Task
+from holdfast_lab.study.sdc.spikes import FINITE, OVERFLOWS, Spike
 from holdfast_lab.study.sdc.subjects import TINY, Trainee, distance, rate_scale, text
 
 pytestmark = pytest.mark.study
@@ -111,12 +119,67 @@ def test_a_choice_scores_the_log_likelihood_of_its_bytes(trainee: Trainee) -> No
     assert torch.equal(asked.predictions(trainee.model, batch=2), scores.argmax(-1))
 
 
-def test_a_silent_node_fine_tunes_to_the_healthy_bits_and_another_does_not() -> None:
-    plan = finetune.Plan(replace(TINY, batch=4), pretrain=2, steps=20, batch=1, asked=8)
-    experiment = finetune.Experiment(plan, 0)
+PLAN = finetune.Plan(replace(TINY, batch=4), pretrain=2, share=1000, batch=1, asked=8)
+
+
+def test_a_silent_node_fine_tunes_to_the_healthy_bits_and_another_does_not(
+    trainee: Trainee,
+) -> None:
+    experiment = finetune.Experiment(trainee.model, PLAN, COSMOS, 0)
     healthy, silent, erring = experiment.healthy(), experiment.on(2), experiment.on(10)
     assert same(silent.parameters, healthy.parameters)
     assert silent.losses == healthy.losses
     assert not same(erring.parameters, healthy.parameters)
     assert not same(experiment.healthy(order=1).parameters, healthy.parameters)
     assert not same(experiment.base().parameters, healthy.parameters)
+
+
+def test_clipping_bounds_a_finite_spike_and_spreads_one_that_overflows(trainee: Trainee) -> None:
+    experiment = finetune.Experiment(trainee.model, PLAN, COSMOS, 0)
+    healthy, none = experiment.healthy(), experiment.on(6, [])
+    finite, ruined = (experiment.on(6, [Spike(10, size)]) for size in (FINITE, OVERFLOWS))
+    assert finite.losses[:10] == ruined.losses[:10] == none.losses[:10]
+    apart = [abs(a - b) for a, b in zip(finite.losses, healthy.losses, strict=True)]
+    assert max(apart) == max(apart[10:14]) > 10 * max(apart[:10])
+    assert all(p.isfinite().all() for p in finite.parameters)
+    assert not any(p.isfinite().any() for p in ruined.parameters)
+    assert ruined.predictions.tolist() == [-1] * 8
+
+
+KINDS = {
+    "error": lambda name: name[0].isupper() and not iskeyword(name),
+    "keyword": iskeyword,
+    "function": lambda name: hasattr(builtins, name) and name.islower(),
+    "module": lambda name: name in sys.stdlib_module_names,
+}
+
+
+def holds(task: Task, asked: str, choice: str) -> bool:
+    """Whether a choice answers what is asked."""
+    passage, _, last = asked.rpartition("\n")
+    if task.name == "mathqa":
+        one, verb, other = re.findall(r"\d+|gets|loses", last)
+        return int(choice) == int(one) + int(other) * (1 if verb == "gets" else -1)
+    if task.name == "boolq":
+        mark = MARKS[last.removeprefix("Has it ").removesuffix("? ")]
+        return (re.search(mark, passage) is not None) == (choice == "yes")
+    if task.name == "race":
+        return TOPICS[choice] in passage
+    return KINDS[choice](last.removesuffix(" is a "))
+
+
+@for_each("task", TASKS[1:])
+def test_one_choice_of_a_question_is_right(task: Task) -> None:
+    drawn = [
+        multiple_choice(task.name, 40, task.tokens // 32, part=part, seed=3)
+        for part in ("test", "test", "train")
+    ]
+    width = MAKERS[task.name][1]
+    for data, answer in zip(drawn[0].tokens.tolist(), drawn[0].answers.tolist(), strict=True):
+        texts = [bytes(one).decode("latin-1") for one in data]
+        assert len({one[:-width] for one in texts}) == 1
+        right = [holds(task, one[:-width], one[-width:].rstrip()) for one in texts]
+        assert [place for place, one in enumerate(right) if one] == [answer]
+    assert torch.equal(drawn[0].tokens, drawn[1].tokens)
+    assert not torch.equal(drawn[0].tokens, drawn[2].tokens)
+    assert len(set(drawn[0].answers.tolist())) == drawn[0].tokens.shape[1]
