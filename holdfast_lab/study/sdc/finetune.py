@@ -40,7 +40,7 @@ SMALLER = "node 6, a finite spike near the end"
 CHOICE_BYTES = 12
 LARGEST_NORM = 0.3  # of the gradients: appendix E.4
 WRONG_PER_STEP = 1.0
-APART = "parameter difference"
+APART, OVER_SEED = "parameter difference", "over another order's"
 SPIKE = "largest loss difference, over another order's"
 LAST = "loss difference at the end, over another order's"
 LEAST = "least accuracy over that without fine-tuning, points"
@@ -73,6 +73,7 @@ class Outcome:
     parameters: list[torch.Tensor]
     device: UnhealthyDevice | None = None
     spikes: list[Spike] = field(default_factory=list)
+    struck: int = 0
 
 
 class Experiment:
@@ -113,6 +114,7 @@ class Experiment:
         spiking = [SpikingDevice(model, node, self._seed, spike) for spike in spikes]
         outcome = self._outcome(model, self._tune(model, 0, *spiking, device))
         outcome.device, outcome.spikes = device, spikes
+        outcome.struck = sum(one.struck for one in (*spiking, device))
         return outcome
 
     def _tune(self, model: GPT, order: int, *devices: UnhealthyDevice) -> list[float]:
@@ -192,9 +194,17 @@ def _row(name: str, outcomes: dict[str, Outcome], experiment: Experiment) -> Row
     room = paper.change_room(differ)
     intervals[TA_CHANGE] = change - room, change + room
     trials = dict.fromkeys((TA, DP, TA_CHANGE), differ.trials)
-    published = _published(name, outcome, experiment.task)
+    published = _judged(_published(name, outcome, experiment.task), outcomes)
     case = _case(name, experiment)
     return Row(TABLE, case, measured, published, _note(outcome), intervals, trials)
+
+
+def _judged(found: dict[str, Published], outcomes: dict[str, Outcome]) -> dict[str, Published]:
+    """Return the values of a task; answers that no training changes cannot differ."""
+    if _differing(outcomes[BASE], outcomes[HEALTHY]).count:
+        return found
+    certain = (DP, TA_CHANGE, OVER_SEED)
+    return {one: replace(v, kind="certain") if one in certain else v for one, v in found.items()}
 
 
 def _right(outcome: Outcome, test: Questions) -> Rate:
@@ -236,7 +246,7 @@ def _note(outcome: Outcome) -> str:
     spikes = [
         f"; from step {one.first} up to {one.size:.0e} times a value" for one in outcome.spikes
     ]
-    return f"{outcome.device.struck} wrong values, {scale}{''.join(spikes)}"
+    return f"{outcome.struck} wrong values, {scale}{''.join(spikes)}"
 
 
 def _published(name: str, outcome: Outcome, task: Task) -> dict[str, Published]:
@@ -270,10 +280,10 @@ def _all(rows: list[Row], outcomes: dict[str, Outcome], experiment: Experiment) 
     room = paper.change_room(_differing(outcomes[worst], base))
     measured = {
         "largest disagreement of a node, %": largest,
-        "over another order's": _over(largest, seed.measured[DP]),
+        OVER_SEED: _over(largest, seed.measured[DP]),
         LEAST: gain,
     }
-    published = {"over another order's": paper.BELOW_SEED, LEAST: paper.IMPROVED}
+    published = _judged({OVER_SEED: paper.BELOW_SEED, LEAST: paper.IMPROVED}, outcomes)
     case: Case = {"task": experiment.task.title, "nodes": len(chosen), "asked": len(test)}
     return Row(ALL, case, measured, published, intervals={LEAST: (gain - room, gain + room)})
 
