@@ -161,7 +161,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ("errors without a bound", "sdc.finetune", "section 6.2, disagreement", UNBOUNDED, NODES),
     ("equal answers count as different", "sdc.finetune",
      "; ".join(f"{task.source('disagreement')}, silent" for task in TASKS),
-     {"_differing": INVERTED}, {"NODES": fixed((2, 10, 13))}),
+     {"_differing": INVERTED},
+     {"NODES": fixed((2, 10, 13)), "_judged": lambda _: lambda found, _: found}),
     ("every answer of a node counts as right", "sdc.finetune", "table 5, RACE, accuracy",
      {"_right": lambda f: lambda outcome, test:
       Rate(len(test), len(test)) if outcome.device else f(outcome, test)}, {"NODES": fixed((2,))}),
