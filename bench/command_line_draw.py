@@ -65,6 +65,10 @@ PLACES: Mapping[str, Sequence[Value]] = {
     "page": tuple(replace(value, refused=False) for value in values.NEW_FILES),
     **dict.fromkeys(("costs", "phi", "reference", "config", "schedule"), values.OLD_FILES),
     "fleet": (*(Value("fleet.toml") for _ in range(8)), *values.OLD_FILES),
+    "spare script": tuple(
+        Value(name, True) for name in ("script.py", "text", "none.py", "", values.LONG_NAME)
+    ),
+    "study resume": (*ANY_FILE, *(replace(value, refused=False) for value in values.NEW_FILES)),
     "profile": (Value("kept.json"), *ANY_FILE, *JSON_FILE),
     "data": DATA,
     "serve": (Value("0"), *(Value(text, True) for text in ("-1", "65536", "", "http", "1e3"))),
