@@ -65,7 +65,7 @@ class Standby:
     def _execute(self) -> int:
         code = "from holdfast.launch.standby import main; main()"
         command = [sys.executable, "-u", "-c", code, self.path, str(os.getpid()), *self.modules]
-        # Kept, as subprocess reaps the processes of objects that are gone before ``_keep`` does.
+        # The object is kept: subprocess would reap the process of a freed one before ``_keep``.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         return self._process.pid
 

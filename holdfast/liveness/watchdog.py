@@ -34,7 +34,7 @@ from holdfast.liveness.verdict import Entered, Verdict, entered, excused, judge
 SETTLED = 8  # steps whose times are known; earlier ones may compile
 UNSETTLED = 10.0  # times as long is waited before, and for ranks that compute, read or write
 BUSY_SHARE = 0.1  # of half of the time until a hang, by which a rank counts as computing
-UNSURE = 1 / 3  # of the time until a hang, and ANSWER_S, a verdict that may be early is kept back
+UNSURE = 1 / 3  # of the time until a hang, ANSWER_S at least, a doubtful verdict is kept back
 BUSY_BYTES_S = 2**19  # a second, by which it counts as reading or writing: metrics read less
 LONGEST_LOOK_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -12,6 +12,9 @@ class LossScale:
     A gradient that is not finite although its pass was repeated is part of the method: the scaler
     skips the step and lowers its scale. After ``MAX_SKIPS`` such steps in a row it is judged as it
     is without a scaler.
+
+    Attributes:
+        scaler: The scaler; None if there is none, or if it is disabled.
     """
 
     def __init__(self, scaler: GradScaler | None) -> None:

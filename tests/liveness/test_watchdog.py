@@ -157,7 +157,7 @@ def test_a_rank_ends_others_only_once_the_first_has_recorded_who_is_behind(
     at_s: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or has had the time to: what an end does to the others would change its verdict."""
+    """Or once the first has had the time to: an end of a rank changes what the others answer."""
     ended = list[int]()
     monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: ended.append(pid))
     pair.watchdog._rank, pair.watchdog._hang = 1, Hang(floor_s=FLOOR_S, restart=True)

@@ -18,7 +18,7 @@ from holdfast_lab.study.sdc import drift, finetune
 from holdfast_lab.study.sdc.cloze import CHOICES, questions
 from holdfast_lab.study.sdc.lockstep import Found, Reference
 from holdfast_lab.study.sdc.multiple_choice import MAKERS, MARKS, TOPICS, multiple_choice
-from holdfast_lab.study.sdc.paper_tasks import COSMOS, TASKS, Task
+from holdfast_lab.study.sdc.paper_tasks import BELOW_SEED, COSMOS, TASKS, Task
 from holdfast_lab.study.sdc.spikes import FINITE, OVERFLOWS, Spike
 from holdfast_lab.study.sdc.subjects import TINY, Trainee, distance, rate_scale, text
 
@@ -144,6 +144,14 @@ def test_clipping_bounds_a_finite_spike_and_spreads_one_that_overflows(trainee: 
     assert all(p.isfinite().all() for p in finite.parameters)
     assert not any(p.isfinite().any() for p in ruined.parameters)
     assert ruined.predictions.tolist() == [-1] * 8
+
+
+def test_answers_that_no_training_changes_are_no_proof() -> None:
+    base, other = (finetune.Outcome(torch.tensor(given), [], []) for given in ([1, 1], [1, 0]))
+    found = {finetune.DP: BELOW_SEED, finetune.LEAST: BELOW_SEED}
+    for healthy, kind in ((other, "measured"), (base, "certain")):
+        judged = finetune._judged(found, {finetune.BASE: base, finetune.HEALTHY: healthy})
+        assert (judged[finetune.DP].kind, judged[finetune.LEAST].kind) == (kind, "measured")
 
 
 KINDS = {
