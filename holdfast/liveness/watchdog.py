@@ -205,7 +205,7 @@ class Watchdog:
         self._due_s = self._due_s or now_s
         late_s, longer_s = now_s - self._due_s, max(UNSURE * limit_s, ANSWER_S)
         # One rank records the verdict before any acts on it: the end of a rank changes the answers.
-        first = min(rank for rank, said in answers.items() if said["state"] == "stalled")
+        first = min(_stalled(answers))
         if first != self._rank and (named := answers[first]["named"]):
             verdict = Verdict(dict.fromkeys(named, ""), "", is_sure=True)
         elif first != self._rank:
@@ -271,7 +271,7 @@ class Watchdog:
         waited_s: float,
     ) -> None:
         """Record which ranks are behind, on the first rank that can, and restart if wanted."""
-        stalled = {rank: said for rank, said in answers.items() if said["state"] == "stalled"}
+        stalled = _stalled(answers)
         is_first = self._rank == min(stalled)
         if is_first:
             for rank in verdict.behind.keys() & here.keys() - answers.keys():
@@ -341,9 +341,16 @@ class Use:
         """
         text = Path(f"/proc/self/task/{main_thread().native_id}/schedstat").read_text()
         computed, delayed, _ = map(int, text.split())
-        moved = _moved_bytes("self") - _moved_bytes("thread-self")
+        # In this order, as a report counts the bytes of those that were read before it.
+        own = _moved_bytes("thread-self")
+        moved = _moved_bytes("self") - own
         below_s = _below_s() if late else 0.0
         return cls(time.monotonic(), (computed + delayed) / 1e9, moved, below_s)
+
+
+def _stalled(answers: Mapping[int, Answer]) -> dict[int, Answer]:
+    """Return the answers of the ranks that wait; the first of these records the verdict."""
+    return {rank: said for rank, said in answers.items() if said["state"] == "stalled"}
 
 
 def _moved_bytes(whose: str) -> int:
