@@ -262,7 +262,7 @@ class Backward {
         return Failure{Wrong::state, "delta", at, i};
       }
     }
-    const int64_t tiles = shapes_.tiles_seen(at.query_tile, problem_.causal);
+    const int64_t tiles = shapes_.tiles_seen(at.query_tile);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const TilePlace place{at.batch, at.head, at.query_tile, tile};
       if (auto failure = key_tile(place, matrix, rows, s)) return failure;
@@ -273,8 +273,8 @@ class Backward {
   }
 
   std::optional<Failure> key_tile(const TilePlace& place, int64_t matrix, int64_t rows, S& s) {
-    const int64_t tile = place.key_tile, columns = shapes_.columns_of(tile);
-    const int64_t padded_rows = shapes_.padded_rows(rows), padded = shapes_.padded_columns(tile);
+    const int64_t tile = place.key_tile, columns = shapes_.columns_seen(place);
+    const int64_t padded_rows = shapes_.padded_rows(rows), padded = shapes_.padded_seen(place);
     const auto product = [&](Wrong wrong, const Buffer<T>& a, const Buffer<uint16_t>& narrow_a,
                              const Buffer<T>& out, Operand<T>& operand, Row expected, Row limit,
                              const char* a_name, const char* b_name) -> TileProduct<T> {
@@ -397,17 +397,18 @@ class Backward {
     const int64_t padded_rows = scores.padded_rows, columns = work.columns;
     T* of_value = s.of_value.values.data() + tile * kKeyTile * width;
     T* of_key = s.of_key.values.data() + tile * kKeyTile * width;
+    const int64_t stride = shapes_.padded_columns(tile);
     add_pairs(
         s.grad_transposed, s.narrow_grad_transposed, padded_rows, work.scores, work.padded,
-        of_value, s);
-    visit(checks_.probe, Stage::grad_value, of_value, width, columns, work.padded, scores, shapes_);
+        of_value, stride, s);
+    visit(checks_.probe, Stage::grad_value, of_value, width, columns, stride, scores, shapes_);
     add_pairs(
         s.query_transposed, s.narrow_query_transposed, padded_rows, work.gradients, work.padded,
-        of_key, s);
-    visit(checks_.probe, Stage::grad_key, of_key, width, columns, work.padded, scores, shapes_);
+        of_key, stride, s);
+    visit(checks_.probe, Stage::grad_key, of_key, width, columns, stride, scores, shapes_);
     add_product(
-        work.gradients, padded_rows, s.narrow_tile.data(), s.keys, matrix, tile, shapes_,
-        s.grad_query.data());
+        work.gradients, padded_rows, work.padded, s.narrow_tile.data(), s.keys, matrix, tile,
+        shapes_, s.grad_query.data());
     visit(
         checks_.probe, Stage::grad_query, s.grad_query.data(), work.rows, width, width, scores,
         shapes_);
@@ -417,23 +418,23 @@ class Backward {
         tile, shapes_, s.query.data(), work.rows, work.row(Row::s_signed), work.row(Row::s_square));
   }
 
-  // Computes dKᵀ += Qᵀ dS or dVᵀ += dOᵀ D.
+  // Computes dKᵀ += Qᵀ dS or dVᵀ += dOᵀ D, whose rows are `sum_stride` apart.
   void add_pairs(
       const Buffer<T>& left, const Buffer<uint16_t>& narrow_left, int64_t padded_rows,
-      const T* right, int64_t padded, T* sum, S& s) {
+      const T* right, int64_t padded, T* sum, int64_t sum_stride, S& s) {
     const int64_t width = shapes_.width, stride = shapes_.stride();
     if constexpr (std::is_same_v<T, float>) {
       if (shapes_.narrow) {
         uint16_t* pairs = s.narrow_tile.data();
         attention_passes().narrow_pairs(right, padded_rows, padded, stride, pairs, stride);
         multiply(
-            width, padded, padded_rows, narrow_left.data(), padded_rows, pairs, stride, sum, padded,
-            true);
+            width, padded, padded_rows, narrow_left.data(), padded_rows, pairs, stride, sum,
+            sum_stride, true);
         return;
       }
     }
     multiply(
-        width, padded, padded_rows, left.data(), padded_rows, right, stride, sum, padded, true);
+        width, padded, padded_rows, left.data(), padded_rows, right, stride, sum, sum_stride, true);
   }
 
   // Returns true if inputs that are not finite, or overflow, explain a row, which needs no check
@@ -454,13 +455,15 @@ class Backward {
       part = "logsumexp";
     else if (!std::isfinite(s.row(Row::delta)[row]))
       part = "delta";
-    for (int64_t tile = 0; tile < shapes_.key_tiles && part == nullptr; ++tile) {
+    const int64_t tiles = shapes_.tiles_seen(place.query_tile);
+    for (int64_t tile = 0; tile < tiles && part == nullptr; ++tile) {
       const TilePlace at{place.batch, place.head, place.query_tile, tile};
-      if (mask_.template strange<T>(at, row, shapes_.columns_of(tile)))
+      const int64_t columns = shapes_.columns_seen(at);
+      if (mask_.template strange<T>(at, row, columns))
         part = "mask";
-      else if (!s.keys.finite(matrix, tile))
+      else if (!s.keys.finite(matrix, tile, columns))
         part = "k";
-      else if (!s.values.finite(matrix, tile))
+      else if (!s.values.finite(matrix, tile, columns))
         part = "v";
     }
     if (part == nullptr) return false;
@@ -472,7 +475,7 @@ class Backward {
   // Scales dQ and compares it with its checksum; also checks that the rows of P sum to 1.
   void finish_queries(const TilePlace& at, int64_t matrix, int64_t rows, S& s, History& history) {
     const T scale = static_cast<T>(problem_.scale);
-    if (shapes_.tiles_seen(at.query_tile, problem_.causal) == 0) s.grad_query.clear();
+    if (shapes_.tiles_seen(at.query_tile) == 0) s.grad_query.clear();
     std::fill_n(s.row(Row::factor), rows, scale);
     const std::vector<T> before(s.grad_query.data(), s.grad_query.data() + rows * shapes_.width);
     compare({Wrong::accumulator, "grad_query", at, 0}, before, shapes_.width, history);

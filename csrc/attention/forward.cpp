@@ -209,7 +209,7 @@ class Forward {
     for (T* each : {state.sum, state.sum_copy, state.carry, state.cross, state.weight}) {
       std::fill_n(each, kQueryTile, T(0));
     }
-    const int64_t tiles = shapes_.tiles_seen(at.query_tile, problem_.causal);
+    const int64_t tiles = shapes_.tiles_seen(at.query_tile);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const TilePlace place{at.batch, at.head, at.query_tile, tile};
       if (auto failure = key_tile(place, rows, scratch)) return failure;
@@ -219,7 +219,7 @@ class Forward {
 
   std::optional<Failure> key_tile(
       const TilePlace& place, int64_t rows, ForwardScratch<T>& scratch) {
-    const int64_t tile = place.key_tile, columns = shapes_.columns_of(tile);
+    const int64_t tile = place.key_tile, columns = shapes_.columns_seen(place);
     const int64_t padded_rows = shapes_.padded_rows(rows), matrix = this->matrix(place);
     if (reads_late()) {
       scratch.keys.read(matrix, tile);
@@ -249,7 +249,7 @@ class Forward {
         shapes_.narrow,
         rows,
         columns,
-        shapes_.padded_columns(tile),
+        shapes_.padded_seen(place),
         shapes_.stride(),
         scratch.scores.data(),
         mask_.template tile<T>(place, rows, columns, scratch.mask.data()),
@@ -288,8 +288,8 @@ class Forward {
         checks_.probe, Stage::probabilities, work.scores, rows, columns, work.stride, scores,
         shapes_);
     add_product(
-        work.scores, padded_rows, scratch.narrow_scores.data(), scratch.values, matrix, tile,
-        shapes_, scratch.output.data());
+        work.scores, padded_rows, work.padded, scratch.narrow_scores.data(), scratch.values, matrix,
+        tile, shapes_, scratch.output.data());
     visit(
         checks_.probe, Stage::accumulator, scratch.output.data(), rows, shapes_.width,
         shapes_.width, scores, shapes_);
@@ -327,13 +327,13 @@ class Forward {
   bool explained(const TilePlace& place, int64_t row, const ForwardScratch<T>& scratch) {
     const T* query = scratch.query.data() + row * shapes_.width;
     const auto finite = [](T x) { return std::isfinite(x); };
-    const int64_t columns = shapes_.columns_of(place.key_tile);
+    const int64_t columns = shapes_.columns_seen(place);
     const char* part = nullptr;
     if (!std::all_of(query, query + shapes_.width, finite))
       part = "q";
     else if (mask_.template strange<T>(place, row, columns))
       part = "mask";
-    else if (!scratch.keys.finite(matrix(place), place.key_tile))
+    else if (!scratch.keys.finite(matrix(place), place.key_tile, columns))
       part = "k";
     else if (!std::isfinite(static_cast<T>(problem_.scale)))
       part = "scale";
@@ -348,7 +348,7 @@ class Forward {
     const int64_t padded = shapes_.padded_columns(place.key_tile);
     const T* keys = scratch.keys.transposed(matrix(place), place.key_tile);
     const double factor = std::max(1.0, std::abs(problem_.scale));
-    for (int64_t j = 0; j < shapes_.columns_of(place.key_tile); ++j) {
+    for (int64_t j = 0; j < shapes_.columns_seen(place); ++j) {
       double magnitude = 0;
       for (int64_t k = 0; k < shapes_.width; ++k) {
         magnitude += std::abs(static_cast<double>(query[k]) * keys[k * padded + j]);
@@ -368,7 +368,7 @@ class Forward {
     if (from == 0) {
       T factor[kQueryTile];
       for (int64_t i = 0; i < rows; ++i) factor[i] = state.sum[i] == 0 ? T(1) : 1 / state.sum[i];
-      if (shapes_.tiles_seen(place.query_tile, problem_.causal) == 0) scratch.output.clear();
+      if (shapes_.tiles_seen(place.query_tile) == 0) scratch.output.clear();
       tile_passes<T>().finish(
           scratch.output.data(), rows, shapes_.width, shapes_.width, factor,
           signs_of<T>(shapes_.width), scratch.sums(), scratch.energies(),
@@ -414,10 +414,10 @@ class Forward {
   }
 
   bool nonfinite_values(const TilePlace& place, int64_t row, ForwardScratch<T>& scratch) {
-    const int64_t tiles = shapes_.tiles_seen(place.query_tile, problem_.causal);
+    const int64_t tiles = shapes_.tiles_seen(place.query_tile);
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      if (scratch.values.finite(matrix(place), tile)) continue;
       const TilePlace at{place.batch, place.head, place.query_tile, tile};
+      if (scratch.values.finite(matrix(place), tile, shapes_.columns_seen(at))) continue;
       findings_.add({{Wrong::accumulator, "v", at, row}, Verdict::nonfinite});
       return true;
     }

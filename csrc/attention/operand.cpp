@@ -55,17 +55,22 @@ double share_of(double repeats, int64_t count) {
 
 constexpr int64_t kGathered = 16;  // rows that are summed in T before the sum is added in fp64
 
-// The sums Σ_j K_jk r_j, Σ_j K_jk² and Σ_j K_jk over the columns of a tile.
+}  // namespace
+
+// The sums Σ_j K_jk r_j, Σ_j K_jk² and Σ_j K_jk over leading columns of a tile.
 struct ColumnSums {
+  explicit ColumnSums(int64_t width)
+      : weighted(static_cast<size_t>(width)), square(weighted), plain(weighted) {}
+  // Adds the columns from `begin`, a multiple of kGathered, to `end`.
   template <typename T>
-  ColumnSums(const RowsView<T>& rows, int64_t count, int64_t width)
-      : weighted(static_cast<size_t>(width)), square(weighted), plain(weighted) {
+  void add(const RowsView<T>& rows, int64_t begin, int64_t end) {
+    const int64_t width = static_cast<int64_t>(weighted.size());
     const TilePasses<T>& passes = tile_passes<T>();
-    const T *signs = signs_of<T>(count), *ones = ones_of<T>(kGathered);
+    const T *signs = signs_of<T>(end), *ones = ones_of<T>(kGathered);
     Buffer<T> sums(4 * width);
-    for (int64_t j = 0; j < count; j += kGathered) {
+    for (int64_t j = begin; j < end; j += kGathered) {
       const T* from = rows.data + j * rows.row_stride;
-      const int64_t some = std::min(kGathered, count - j);
+      const int64_t some = std::min(kGathered, end - j);
       T *of_signs = sums.data(), *of_ones = of_signs + 2 * width;
       passes.columns(
           from, some, width, rows.row_stride, signs + j, ones, of_signs, of_signs + width);
@@ -81,8 +86,6 @@ struct ColumnSums {
   std::vector<double> weighted, square, plain;
 };
 
-}  // namespace
-
 template <typename T>
 Operand<T>::Operand(
     const at::Tensor& from, const Shapes& shapes, bool transposed, bool rows, Keep keep)
@@ -92,9 +95,9 @@ Operand<T>::Operand(
   const int64_t keys = keep == Keep::tile ? shapes.stride() : matrices * shapes.padded_keys();
   if (transposed) {
     transposed_ = Buffer<T>(keys * shapes.width, Fill::none);
-    checksum_ = Buffer<T>(tiles * shapes.width);
-    spread_ = Buffer<T>(tiles * shapes.width);
-    growth_ = Buffer<T>(tiles);
+    checksum_ = Buffer<T>(tiles * shapes.prefixes() * shapes.width);
+    spread_ = Buffer<T>(checksum_.size());
+    growth_ = Buffer<T>(tiles * shapes.prefixes());
     if (shapes.narrow) narrow_transposed_ = Buffer<uint16_t>(keys * shapes.width, Fill::none);
   }
   if (rows) {
@@ -137,8 +140,8 @@ RowsView<const T> Operand<T>::rows(int64_t matrix, int64_t tile) const {
 }
 
 template <typename T>
-TileEncoding<T> Operand<T>::encoding(int64_t matrix, int64_t tile) const {
-  const int64_t at = place(matrix, tile);
+TileEncoding<T> Operand<T>::encoding(int64_t matrix, int64_t tile, int64_t columns) const {
+  const int64_t at = place(matrix, tile) * shapes_.prefixes() + shapes_.prefix_of(columns);
   return {checksum_.data() + at * shapes_.width, spread_.data() + at * shapes_.width, growth_[at]};
 }
 
@@ -162,9 +165,9 @@ typename Operand<T>::Slots Operand<T>::slots(int64_t matrix, int64_t tile) const
   Slots to{};
   if (with_transposed_) {
     to.transposed = transposed_.data() + begin;
-    to.checksum = checksum_.data() + at * shapes_.width;
-    to.spread = spread_.data() + at * shapes_.width;
-    to.growth = growth_.data() + at;
+    to.checksum = checksum_.data() + at * shapes_.prefixes() * shapes_.width;
+    to.spread = spread_.data() + at * shapes_.prefixes() * shapes_.width;
+    to.growth = growth_.data() + at * shapes_.prefixes();
     if (shapes_.narrow) to.narrow_transposed = narrow_transposed_.data() + begin;
   }
   if (with_rows_) {
@@ -189,6 +192,23 @@ void Operand<T>::read(int64_t matrix, int64_t tile) {
     if (tile == 0 && with_rows_) repeats_.clear();  // they are of the previous matrix
   }
   read(matrix, tile, slots(matrix, tile));
+}
+
+// Stores the encoding of the leading columns of a tile from their sums.
+template <typename T>
+void Operand<T>::store_encoding(const ColumnSums& sums, int64_t columns, const Slots& to) const {
+  const int64_t width = shapes_.width, prefix = shapes_.prefix_of(columns);
+  const std::vector<double>&square = sums.square, &plain = sums.plain;
+  const Chain<T> chain(width, width);
+  const int64_t repeats = count_repeats(square.data(), plain.data(), width);
+  const double growth = chain.growth(share_of(static_cast<double>(repeats), width));
+  T *checksum = to.checksum + prefix * width, *spread = to.spread + prefix * width;
+  for (int64_t k = 0; k < width; ++k) {
+    const size_t at = static_cast<size_t>(k);
+    checksum[k] = static_cast<T>(sums.weighted[at]);
+    spread[k] = spread_of<T>(square[at], plain[at], width, columns, chain.walk, growth);
+  }
+  to.growth[prefix] = static_cast<T>(growth);
 }
 
 template <typename T>
@@ -225,17 +245,13 @@ void Operand<T>::read(int64_t matrix, int64_t tile, const Slots& to) const {
     if (to.narrow_transposed != nullptr) {
       pairs(to.transposed, width, padded, padded, to.narrow_transposed);
     }
-    const ColumnSums sums(rows, columns, width);
-    const std::vector<double>&checksum = sums.weighted, &square = sums.square, &plain = sums.plain;
-    const Chain<T> chain(width, width);
-    const int64_t repeats = count_repeats(square.data(), plain.data(), width);
-    const double growth = chain.growth(share_of(static_cast<double>(repeats), width));
-    for (int64_t k = 0; k < width; ++k) {
-      const size_t at = static_cast<size_t>(k);
-      to.checksum[k] = static_cast<T>(checksum[at]);
-      to.spread[k] = spread_of<T>(square[at], plain[at], width, columns, chain.walk, growth);
+    ColumnSums sums(width);
+    for (int64_t begin = 0; begin < columns;) {
+      const int64_t end = shapes_.causal ? std::min(columns, begin + kQueryTile) : columns;
+      sums.add(rows, begin, end);
+      store_encoding(sums, end, to);
+      begin = end;
     }
-    *to.growth = static_cast<T>(growth);
   }
   if (to.row_sums != nullptr) {
     Buffer<T> sums(2 * columns);
@@ -261,9 +277,9 @@ void Operand<T>::read(int64_t matrix, int64_t tile, const Slots& to) const {
 }
 
 template <typename T>
-bool Operand<T>::finite(int64_t matrix, int64_t tile) const {
+bool Operand<T>::finite(int64_t matrix, int64_t tile, int64_t columns) const {
   const RowsView<T> rows = source(matrix, tile);
-  for (int64_t j = 0; j < shapes_.columns_of(tile); ++j) {
+  for (int64_t j = 0; j < columns; ++j) {
     for (int64_t k = 0; k < shapes_.width; ++k) {
       if (!std::isfinite(rows.data[j * rows.row_stride + k * rows.column_stride])) return false;
     }
@@ -291,7 +307,8 @@ typename Operand<T>::Damage Operand<T>::heal(int64_t matrix, int64_t tile) {
   const int64_t count = padded * width;
   const Slots kept = slots(matrix, tile);
   Slots fresh{};
-  Buffer<T> memory(2 * count + 2 * width + 2 * padded + 4);
+  const int64_t prefixes = shapes_.prefixes();
+  Buffer<T> memory(2 * count + (2 * width + 1) * prefixes + 2 * padded + 3);
   Buffer<uint16_t> narrow(2 * count);
   T* at = memory.data();
   const auto take = [&](T* Slots::* slot, int64_t entries) {
@@ -302,9 +319,9 @@ typename Operand<T>::Damage Operand<T>::heal(int64_t matrix, int64_t tile) {
     int64_t entries;
   };
   const Part packed[] = {{&Slots::transposed, count}, {&Slots::rows, count}};
-  const Part encoded[] = {{&Slots::checksum, width},    {&Slots::spread, width},
-                          {&Slots::growth, 1},          {&Slots::row_sums, padded},
-                          {&Slots::cross_sums, padded}, {&Slots::largest, 1}};
+  const Part encoded[] = {{&Slots::checksum, prefixes * width}, {&Slots::spread, prefixes * width},
+                          {&Slots::growth, prefixes},           {&Slots::row_sums, padded},
+                          {&Slots::cross_sums, padded},         {&Slots::largest, 1}};
   for (const Part& part : packed) take(part.slot, part.entries);
   for (const Part& part : encoded) take(part.slot, part.entries);
   take(&Slots::square, 1);

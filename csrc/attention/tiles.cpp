@@ -127,22 +127,22 @@ void Findings::finish(AttentionReport& report) {
 
 template <typename T>
 void add_product(
-    const T* left, int64_t padded_rows, uint16_t* narrow, Operand<T>& right, int64_t matrix,
-    int64_t tile, const Shapes& shapes, T* sum) {
-  const int64_t padded = shapes.padded_columns(tile), stride = shapes.stride();
+    const T* left, int64_t padded_rows, int64_t inner, uint16_t* narrow, Operand<T>& right,
+    int64_t matrix, int64_t tile, const Shapes& shapes, T* sum) {
+  const int64_t stride = shapes.stride();
   if constexpr (std::is_same_v<T, float>) {
     if (shapes.narrow) {
-      attention_passes().narrow_rows(left, padded_rows, padded, stride, narrow, stride);
+      attention_passes().narrow_rows(left, padded_rows, inner, stride, narrow, stride);
       multiply(
-          padded_rows, shapes.width, padded, narrow, stride, right.narrow_rows(matrix, tile),
+          padded_rows, shapes.width, inner, narrow, stride, right.narrow_rows(matrix, tile),
           shapes.width, sum, shapes.width, tile > 0);
       return;
     }
   }
   const RowsView<const T> rows = right.rows(matrix, tile);
   multiply(
-      padded_rows, shapes.width, padded, left, stride, rows.data, rows.row_stride, sum,
-      shapes.width, tile > 0);
+      padded_rows, shapes.width, inner, left, stride, rows.data, rows.row_stride, sum, shapes.width,
+      tile > 0);
 }
 
 template <typename T>
@@ -152,7 +152,7 @@ void visit(
   if (!probe) return;
   const auto type = c10::CppTypeToScalarType<T>::value;
   const int64_t key_tile = product.place.key_tile;
-  const int64_t keys = shapes.columns_of(key_tile), padded = shapes.padded_columns(key_tile);
+  const int64_t keys = shapes.columns_seen(product.place), padded = shapes.padded_columns(key_tile);
   T* transposed = const_cast<T*>(product.operand.transposed(product.matrix, key_tile));
   probe(
       stage, at::from_blob(tile, {rows, columns}, {stride, 1}, type),
@@ -165,26 +165,27 @@ namespace {
 template <typename T>
 void compute_into(const TileProduct<T>& p, const Shapes& shapes, T* out) {
   const int64_t tile = p.place.key_tile, padded = shapes.padded_columns(tile);
+  const int64_t seen = shapes.padded_seen(p.place);
   if constexpr (std::is_same_v<T, float>) {
     if (shapes.narrow) {
       multiply(
-          p.padded_rows, padded, shapes.width, p.narrow_a, shapes.width,
+          p.padded_rows, seen, shapes.width, p.narrow_a, shapes.width,
           p.operand.narrow_transposed(p.matrix, tile), padded, out, shapes.stride(), false);
     }
   }
   if (!shapes.narrow) {
     multiply(
-        p.padded_rows, padded, shapes.width, p.a, shapes.width,
-        p.operand.transposed(p.matrix, tile), padded, out, shapes.stride(), false);
+        p.padded_rows, seen, shapes.width, p.a, shapes.width, p.operand.transposed(p.matrix, tile),
+        padded, out, shapes.stride(), false);
   }
   const Stage stage = p.wrong == Wrong::scores ? Stage::scores : Stage::grad_probabilities;
-  visit(p.probe, stage, out, p.rows, shapes.columns_of(tile), shapes.stride(), p, shapes);
+  visit(p.probe, stage, out, p.rows, shapes.columns_seen(p.place), shapes.stride(), p, shapes);
 }
 
 template <typename T>
 bool rows_agree(
     const TileProduct<T>& p, const Shapes& shapes, const T* left, const T* right, int64_t row) {
-  const int64_t stride = shapes.stride(), padded = shapes.padded_columns(p.place.key_tile);
+  const int64_t stride = shapes.stride(), padded = shapes.padded_seen(p.place);
   for (int64_t i = row; i < p.rows; ++i) {
     if (!same_bits(left + i * stride, right + i * stride, padded)) return false;
   }
@@ -194,8 +195,8 @@ bool rows_agree(
 // Returns true if the sum of a row, computed in fp64, is within the full threshold.
 template <typename T>
 bool sum_is_right(const TileProduct<T>& p, const Shapes& shapes, const T* out, int64_t row) {
-  const int64_t tile = p.place.key_tile, padded = shapes.padded_columns(tile);
-  const TileEncoding<T> encoding = p.operand.encoding(p.matrix, tile);
+  const int64_t columns = shapes.columns_seen(p.place), padded = shapes.padded_seen(p.place);
+  const TileEncoding<T> encoding = p.operand.encoding(p.matrix, p.place.key_tile, columns);
   const T* signs = signs_of<T>(padded);
   double sum = 0, energy = 0, dot = 0, spread = 0;
   for (int64_t j = 0; j < padded; ++j) {
@@ -208,7 +209,7 @@ bool sum_is_right(const TileProduct<T>& p, const Shapes& shapes, const T* out, i
     dot += x * encoding.checksum[k];
     spread += x * x * encoding.spread[k];
   }
-  const TileBound<T> bound(shapes.width, shapes.columns_of(tile));
+  const TileBound<T> bound(shapes.width, columns);
   const double limit = bound(spread, encoding.growth, energy);
   return std::isfinite(limit) && std::abs(sum - dot) <= limit;
 }
@@ -221,7 +222,7 @@ Verdict judged(const TileProduct<T>& p, const Shapes& shapes, int64_t row, int64
   const T* b = p.operand.transposed(p.matrix, tile);
   const double unit = std::numeric_limits<T>::epsilon() / 2;
   const double steps = static_cast<double>(shapes.width + 2);
-  for (int64_t j = 0; j < padded; ++j) {
+  for (int64_t j = 0; j < shapes.padded_seen(p.place); ++j) {
     double exact = 0, magnitude = 0;
     for (int64_t k = 0; k < shapes.width; ++k) {
       const double product = static_cast<double>(p.a[row * shapes.width + k]) * b[k * padded + j];
@@ -253,7 +254,7 @@ Finding finding_at(const TileProduct<T>& p, Verdict verdict, const char* part, i
 // Replaces the rows from `row` on by those of a second computation.
 template <typename T>
 Finding replace_rows(const TileProduct<T>& p, const Shapes& shapes, const T* fresh, int64_t row) {
-  const int64_t stride = shapes.stride(), padded = shapes.padded_columns(p.place.key_tile);
+  const int64_t stride = shapes.stride(), padded = shapes.padded_seen(p.place);
   const char* part = p.wrong == Wrong::scores ? "scores" : "grad_probabilities";
   Finding finding = finding_at(p, Verdict::repaired, part, row);
   for (int64_t i = row; i < p.rows; ++i) {
@@ -281,11 +282,12 @@ void compute(const TileProduct<T>& product, const Shapes& shapes) {
 
 template <typename T>
 void expect(const TileProduct<T>& p, const Shapes& shapes) {
-  const TileEncoding<T> encoding = p.operand.encoding(p.matrix, p.place.key_tile);
+  const int64_t columns = shapes.columns_seen(p.place);
+  const TileEncoding<T> encoding = p.operand.encoding(p.matrix, p.place.key_tile, columns);
   tile_passes<T>().dots(
       p.a, p.rows, shapes.width, shapes.width, encoding.checksum, encoding.spread, p.expected,
       p.limit);
-  const TileBound<T> bound(shapes.width, shapes.columns_of(p.place.key_tile));
+  const TileBound<T> bound(shapes.width, columns);
   for (int64_t i = 0; i < p.rows; ++i) {
     const T limit = static_cast<T>(bound.without_energy(p.limit[i]));
     p.limit[i] = std::isfinite(limit) ? limit : T(-1);  // the limit overflows: -1 makes fp64 decide
@@ -301,7 +303,7 @@ int64_t settle(const TileProduct<T>& p, const Shapes& shapes, int64_t row, Findi
     findings.add(finding_at(p, Verdict::nonfinite, p.a_name, row));
     return row + 1;
   }
-  if (!p.operand.finite(p.matrix, tile)) {
+  if (!p.operand.finite(p.matrix, tile, shapes.columns_seen(p.place))) {
     findings.add(finding_at(p, Verdict::nonfinite, p.b_name, row));
     return p.rows;
   }
@@ -348,7 +350,7 @@ int64_t settle(const TileProduct<T>& p, const Shapes& shapes, int64_t row, Findi
 template <typename T>
 void note_line(const TileProduct<T>& p, const Shapes& shapes, Findings& findings) {
   double energy = 0;
-  const int64_t columns = shapes.columns_of(p.place.key_tile);
+  const int64_t columns = shapes.columns_seen(p.place);
   for (int64_t j = 0; j < columns; ++j) energy += static_cast<double>(p.out[j]) * p.out[j];
   const double rms = std::sqrt(energy / static_cast<double>(columns));
   if (rms > 0 && std::isfinite(rms)) findings.note_line(p.limit[0] / rms);
@@ -371,7 +373,7 @@ void for_tasks(int64_t tasks, bool serial, const std::function<void(int64_t, int
   template void compute<T>(const TileProduct<T>&, const Shapes&);                                \
   template void expect<T>(const TileProduct<T>&, const Shapes&);                                 \
   template void add_product<T>(                                                                  \
-      const T*, int64_t, uint16_t*, Operand<T>&, int64_t, int64_t, const Shapes&, T*);           \
+      const T*, int64_t, int64_t, uint16_t*, Operand<T>&, int64_t, int64_t, const Shapes&, T*);  \
   template int64_t settle<T>(const TileProduct<T>&, const Shapes&, int64_t, Findings&);          \
   template void note_line<T>(const TileProduct<T>&, const Shapes&, Findings&);
 HOLDFAST_TILES(float)

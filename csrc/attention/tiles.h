@@ -24,6 +24,7 @@ inline int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 
 struct Shapes {
   explicit Shapes(const Attention& p, bool bf16 = false)
       : narrow(bf16),
+        causal(p.causal),
         batches(p.q.size(0)),
         heads(p.q.size(1)),
         kv_heads(p.k.size(1)),
@@ -52,12 +53,26 @@ struct Shapes {
   // The distance between two rows of a tile, in elements.
   int64_t stride() const { return std::min(kKeyTile, padded_keys()); }
   // Returns the number of key tiles that the rows of a query tile attend to.
-  int64_t tiles_seen(int64_t query_tile, bool causal) const {
+  int64_t tiles_seen(int64_t query_tile) const {
     if (!causal) return key_tiles;
     const int64_t last = query_tile * kQueryTile + rows_of(query_tile);
     return std::min(key_tiles, (last + kKeyTile - 1) / kKeyTile);
   }
+  // Returns the number of leading columns of a tile that its products compute. With a causal mask
+  // they end with the key of the query tile's last row.
+  int64_t columns_seen(const TilePlace& at) const {
+    const int64_t columns = columns_of(at.key_tile);
+    if (!causal) return columns;
+    return std::min(columns, (at.query_tile + 1) * kQueryTile - at.key_tile * kKeyTile);
+  }
+  int64_t padded_seen(const TilePlace& at) const { return rounded_up(columns_seen(at), kTileStep); }
+  // The numbers of leading columns that occur, of which each has an encoding, and the index of one.
+  int64_t prefixes() const {
+    return causal ? (std::min(kKeyTile, keys) + kQueryTile - 1) / kQueryTile : 1;
+  }
+  int64_t prefix_of(int64_t columns) const { return causal ? (columns - 1) / kQueryTile : 0; }
   bool narrow;  // true if the operands of the products are bf16
+  bool causal;
   int64_t batches, heads, kv_heads, queries, keys, width, group, query_tiles, key_tiles;
 };
 
@@ -125,13 +140,15 @@ void copy_rows(const RowsView<T>& from, int64_t rows, int64_t width, T* to, int6
   }
 }
 
-// The encoding of a tile of K (or V) as the right operand of Q Kᵀ: its checksum Kᵀ r over the
-// tile's keys, and the terms z and h of the threshold.
+// The encoding of the leading columns of a tile of Kᵀ (or Vᵀ) as the right operand of Q Kᵀ: its
+// checksum Kᵀ r over those keys, and the terms z and h of the threshold.
 template <typename T>
 struct TileEncoding {
   const T *checksum, *spread;  // [width]
   double growth;
 };
+
+struct ColumnSums;
 
 // The part of a packed operand that is kept in memory. A smaller part stays in the cache.
 enum class Keep : int { all, matrix, tile };
@@ -157,7 +174,7 @@ class Operand {
   const uint16_t* narrow_rows(int64_t matrix, int64_t tile) const {
     return narrow_rows_.data() + row(matrix, tile) * shapes_.width;
   }
-  TileEncoding<T> encoding(int64_t matrix, int64_t tile) const;
+  TileEncoding<T> encoding(int64_t matrix, int64_t tile, int64_t columns) const;
   const T* row_sums(int64_t matrix, int64_t tile) const {
     return row_sums_.data() + row(matrix, tile);
   }
@@ -168,7 +185,7 @@ class Operand {
   T largest_spread(int64_t matrix, int64_t tile) const { return largest_[place(matrix, tile)]; }
   T largest_square(int64_t matrix) const;  // max_j ‖K_j‖²
   double row_growth(int64_t matrix) const;  // the term h of the threshold for products with `rows`
-  bool finite(int64_t matrix, int64_t tile) const;
+  bool finite(int64_t matrix, int64_t tile, int64_t columns) const;  // of the leading columns
 
   // Packs and encodes a tile again, replaces what differs, and returns which of the two differed.
   struct Damage {
@@ -180,7 +197,7 @@ class Operand {
   struct Slots {
     T *transposed, *rows;  // null if that form is not made
     uint16_t *narrow_transposed, *narrow_rows;
-    T *checksum, *spread, *growth;  // made with `transposed`
+    T *checksum, *spread, *growth;  // made with `transposed`, for each number of leading columns
     T *row_sums, *largest, *square, *repeats;  // made with `rows`
     T* cross_sums;  // made if only `rows` is made
   };
@@ -193,6 +210,7 @@ class Operand {
   }
   Slots slots(int64_t matrix, int64_t tile) const;
   void read(int64_t matrix, int64_t tile, const Slots& to) const;
+  void store_encoding(const ColumnSums& sums, int64_t columns, const Slots& to) const;
   RowsView<T> source(int64_t matrix, int64_t tile) const;
   bool in_place(int64_t tile) const;
 
@@ -265,13 +283,13 @@ void compute(const TileProduct<T>& product, const Shapes& shapes);
 template <typename T>
 void expect(const TileProduct<T>& product, const Shapes& shapes);
 
-// O += P V, or dQ += dS K: a tile [padded rows, stride] times the rows of an operand, added to
-// `sum` [padded rows, width], which the first tile overwrites. For products of bf16, the left
-// factor is converted into `narrow`.
+// O += P V, or dQ += dS K: a tile [padded rows, stride], of which `inner` columns count, times as
+// many rows of an operand, added to `sum` [padded rows, width], which the first tile overwrites.
+// For products of bf16, the left factor is converted into `narrow`.
 template <typename T>
 void add_product(
-    const T* left, int64_t padded_rows, uint16_t* narrow, Operand<T>& right, int64_t matrix,
-    int64_t tile, const Shapes& shapes, T* sum);
+    const T* left, int64_t padded_rows, int64_t inner, uint16_t* narrow, Operand<T>& right,
+    int64_t matrix, int64_t tile, const Shapes& shapes, T* sum);
 
 // Decides on a row whose sum is beyond its threshold, and repairs it if possible, without changing
 // the rows before it. Returns the row from which the comparison continues.

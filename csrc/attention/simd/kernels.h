@@ -636,23 +636,39 @@ inline void exchange(Vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
+// The two are not inlined, so that the addresses of one do not take the registers of the other.
+template <typename T>
+__attribute__((noinline)) void transpose_block(
+    const T* from, int64_t stride, T* to, int64_t to_stride) {
+  constexpr int64_t n = kLanes<T>;
+  Vec<T> block[n];
+  for (int64_t l = 0; l < n; ++l, from += stride) block[l] = load(from);
+  exchange<T, n / 2>(block);
+  for (int64_t l = 0; l < n; ++l, to += to_stride) store(to, block[l]);
+}
+
+template <typename T>
+__attribute__((noinline)) void transpose_some(
+    const T* from, int64_t rows, int64_t width, int64_t stride, T* to, int64_t to_stride) {
+  for (int64_t k = 0; k < width; ++k) {
+    for (int64_t i = 0; i < rows; ++i) to[k * to_stride + i] = from[i * stride + k];
+  }
+}
+
 template <typename T>
 void transpose(
     const T* from, int64_t rows, int64_t width, int64_t stride, T* to, int64_t to_stride) {
   constexpr int64_t n = kLanes<T>;
   for (int64_t i = 0; i < rows; i += n) {
+    const int64_t some_rows = rows - i < n ? rows - i : n;
     for (int64_t k = 0; k < width; k += n) {
-      if (rows - i >= n && width - k >= n) {
-        Vec<T> block[n];
-        for (int64_t l = 0; l < n; ++l) block[l] = load(from + (i + l) * stride + k);
-        exchange<T, n / 2>(block);
-        for (int64_t l = 0; l < n; ++l) store(to + (k + l) * to_stride + i, block[l]);
-        continue;
-      }
-      for (int64_t l = k; l < width && l < k + n; ++l) {
-        for (int64_t r = i; r < rows && r < i + n; ++r) {
-          to[l * to_stride + r] = from[r * stride + l];
-        }
+      const int64_t some = width - k < n ? width - k : n;
+      const T* block = from + i * stride + k;
+      T* out = to + k * to_stride + i;
+      if (some_rows == n && some == n) {
+        transpose_block(block, stride, out, to_stride);
+      } else {
+        transpose_some(block, some_rows, some, stride, out, to_stride);
       }
     }
   }

@@ -28,6 +28,7 @@ OF_TILES = ("scores", "probabilities", "grad_probabilities")
 OF_GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_scores", "grad_softmax")
 PLACES += [(BACKWARD, stage) for stage in (*OF_TILES, *OF_GRADIENTS)]
 CASE = Case(heads=2, kv_heads=1, queries=70, keys=600, width=16)
+CAUSAL = Case(heads=2, kv_heads=1, queries=600, keys=600, width=16, causal=True)
 places = for_each(("site", "stage"), PLACES)
 
 Damage = Callable[[torch.Tensor], torch.Tensor]
@@ -65,10 +66,10 @@ def run(
 
 
 @cache
-def calm(dtype: torch.dtype) -> list[torch.Tensor]:
+def calm(dtype: torch.dtype, case: Case = CASE) -> list[torch.Tensor]:
     """Without a fault, in silence."""
     before = events.recent()
-    results = run(operands=CASE.operands(dtype))
+    results = run(operands=case.operands(dtype), case=case)
     assert events.recent() == before
     return results
 
@@ -105,6 +106,26 @@ def test_every_tile(site: str, stage: str) -> None:
         struck = strike(site, stage, DAMAGES["sign"], nth=nth)
         assert same_bits(run(struck), expected), nth
         assert kinds() == ["gemm_fault"], nth
+
+
+@places
+def test_every_number_of_leading_keys(site: str, stage: str) -> None:
+    expected, count = calm(torch.float32, CAUSAL), strike(site, stage, DAMAGES["inf"], nth=-1)
+    run(count, case=CAUSAL, verify=False)
+    for nth in range(0, len(count.seen), 5):
+        events.clear()
+        struck = strike(site, stage, DAMAGES["sign"], nth=nth)
+        assert same_bits(run(struck, case=CAUSAL), expected), nth
+        assert kinds() == ["gemm_fault"], nth
+
+
+def test_a_fault_is_repaired_where_only_later_keys_are_nan() -> None:
+    operands = CAUSAL.operands(torch.float32)
+    operands[1][0, 0, 100] = math.nan
+    struck = strike(FORWARD, "scores", DAMAGES["inf"])
+    found = run(struck, operands, case=CAUSAL)
+    assert same_bits([found[0][:, :, :64]], [calm(torch.float32, CAUSAL)[0][:, :, :64]])
+    assert set(kinds()) == {"gemm_fault", "nonfinite_input"}
 
 
 @places
