@@ -358,7 +358,7 @@ class Guard:
 
     def _watches(self) -> str:
         """Say what the Guard does about faults."""
-        return f"audit {self.audit:g}, shadow {self.shadow.settings.rate:g}"
+        return f"audit {self.audit:g}, shadow {self.shadow.rate:g}"
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         events.set_step(-1)

@@ -44,7 +44,13 @@ def _handler() -> logging.Handler:
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Show log records of level INFO and above while the context is open."""
+    """Show log records of level INFO and above while the context is open.
+
+    With ``HOLDFAST_LOG`` they are shown already, from the level that it names.
+    """
+    if any(isinstance(each, logging.StreamHandler) for each in _logger.handlers):
+        yield
+        return
     handler, level = _handler(), _logger.level
     _logger.addHandler(handler)
     _logger.setLevel(logging.INFO)

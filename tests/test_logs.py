@@ -52,11 +52,14 @@ def test_protect_says_what_it_does_not_cover(caplog):
 def test_a_guard_says_where_it_starts(caplog):
     caplog.set_level(logging.INFO, "holdfast")
     model = nn.Linear(2, 2)
-    with holdfast.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), audit=0.5):
-        pass
-    (record,) = caplog.records
-    assert record.name == "holdfast.guard"
-    assert "guarding Linear (audit 0.5, shadow 0); without snapshots" in record.getMessage()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for shadow in (0.0, holdfast.replay.Shadow(0.25, spare=True)):
+        with holdfast.Guard(model, optimizer, audit=0.5, shadow=shadow):
+            pass
+    assert {record.name for record in caplog.records} == {"holdfast.guard"}
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "guarding Linear (audit 0.5, shadow 0); without snapshots" in first
+    assert "guarding Linear (audit 0.5, shadow 0.25); without snapshots" in second
 
 
 def test_the_environment_shows_lines_of_rank_0_and_faults_of_all():
@@ -88,6 +91,8 @@ def test_a_verb_shows_lines_while_it_runs_and_leaves_nothing_behind(capsys, monk
     assert (logger.level, list(logger.handlers)) == before
     with logs.shown():
         assert len(logger.handlers) == len(before[1]) + 1
+        with logs.shown():  # as where HOLDFAST_LOG shows them already: no line comes twice
+            assert len(logger.handlers) == len(before[1]) + 1
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\u202e\ud800\nnext"

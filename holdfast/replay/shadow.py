@@ -103,6 +103,7 @@ class ShadowReplica:
             repaired.
 
     Attributes:
+        rate: The share of steps that is audited, here or by spares.
         units: The ranks of each unit.
         accused: The units that were wrong so far.
 
@@ -127,7 +128,7 @@ class ShadowReplica:
     """
 
     def __init__(self, model: nn.Module, settings: Shadow, seed: int, attempt: Attempt) -> None:
-        self.settings, self.seed = settings, seed
+        self.settings, self.seed, self.rate = settings, seed, settings.rate
         self._model, self._attempt = model, attempt
         self._due, self._right, self._own = False, None, None
         self.units: list[tuple[int, ...]] = []

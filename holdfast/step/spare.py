@@ -60,14 +60,14 @@ class SpareReplica(ShadowReplica):
             raise ConfigError("a spare cannot compute a model divided over ranks, or SyncBatchNorm")
         self._folder = config.run_dir(snapshots.run_dir if snapshots else None) / "spare"
         self._scaler, self._device = scaler, device_of(model)
-        self._rate, self._named, self._failed = settings.rate, Counter[int](), False
+        self.rate, self._named, self._failed = settings.rate, Counter[int](), False
         self._writer, self._request, self.offered, self.dropped = Thread(), Path(), 0, 0
         self._agreed, self._differed = 0, set[int]()  # ranks, since this spare agreed with one
 
     def begin(self, step: int) -> None:
         """Begin a step; it is due if this rank is to offer it, and a spare waits."""
         self._step, self._own, self._due, rank = step, None, False, config.rank()
-        if is_sampled(self._rate, self.seed, step):
+        if is_sampled(self.rate, self.seed, step):
             with self._harmless():
                 if rank == 0:
                     record_verdicts(self._folder, self._named)
