@@ -1,9 +1,9 @@
 """What our verified fused attention costs against torch's own, which verifies nothing.
 
-    python -m bench.attention_fused [--pairs N] [--dtype NAME] [--length L]
+    python -m bench.attention_fused [--pairs N] [--dtype NAME] [--length L] [--causal]
 
 Correctness first: no further from fp64 than twice torch's own error, no suspicion, and an injected
-fault repaired bit for bit; else nothing is timed. Twelve heads of 64, batch 1, not causal.
+fault repaired bit for bit; else nothing is timed. Twelve heads of 64, batch 1.
 """
 
 import argparse
@@ -31,7 +31,8 @@ SAMPLE_S = 0.1  # a sample repeats the attention at least so long
 class Attention:
     """Self-attention on the same data every time."""
 
-    def __init__(self, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, length: int, dtype: torch.dtype, causal: bool) -> None:
+        self.causal = causal
         generator = torch.Generator().manual_seed(0)
         shape = (1, HEADS, length, WIDTH)
         self.leaves = [
@@ -42,18 +43,18 @@ class Attention:
     def forward(self) -> list[torch.Tensor]:
         """The output."""
         with torch.no_grad():
-            return [F.scaled_dot_product_attention(*self.leaves)]
+            return [F.scaled_dot_product_attention(*self.leaves, is_causal=self.causal)]
 
     def both(self) -> list[torch.Tensor]:
         """The output and its gradients."""
-        output = F.scaled_dot_product_attention(*self.leaves)
+        output = F.scaled_dot_product_attention(*self.leaves, is_causal=self.causal)
         return [output.detach(), *torch.autograd.grad(output, self.leaves, self.upstream)]
 
 
 def gate(work: Attention) -> None:
     """Right, silent, and a fault repaired; else nothing is timed."""
     plain = work.forward()[0]
-    truth = attention(*(t.detach().double() for t in work.leaves))[0]
+    truth = attention(*(t.detach().double() for t in work.leaves), causal=work.causal)[0]
     events.clear()
     with protect(nn.Identity()) as protection:
         protection.reset_counters()
@@ -84,9 +85,9 @@ def _strike() -> sites.Hook:
     return strike
 
 
-def measure(length: int, name: str, what: str, pairs: int) -> dict[str, object]:
+def measure(length: int, name: str, what: str, pairs: int, causal: bool) -> dict[str, object]:
     """Gate, then time; the row that is recorded."""
-    work = Attention(length, DTYPES[name])
+    work = Attention(length, DTYPES[name], causal)
     gate(work)
     run: Callable[[], list[torch.Tensor]] = getattr(work, what)
     once = float(paired(_nothing(run), _nothing(run), pairs=3)["baseline_s"])
@@ -109,7 +110,7 @@ def measure(length: int, name: str, what: str, pairs: int) -> dict[str, object]:
         "torch_ms": round(row["baseline_s"] / times * 1e3, 3),
         "ours_ms": round(row["candidate_s"] / times * 1e3, 3),
     }
-    shape = {"heads": HEADS, "length": length, "width": WIDTH}
+    shape = {"heads": HEADS, "length": length, "width": WIDTH, "causal": causal}
     return {"what": what, "dtype": name, **shape, "calls_a_sample": times, **row, **each}
 
 
@@ -135,12 +136,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--dtype", choices=tuple(DTYPES), action="append", help="fp32 and bf16")
     parser.add_argument("--length", type=int, action="append", help=f"default: {LENGTHS}")
+    parser.add_argument("--causal", action="store_true", help="query i sees keys 0 to i")
     args = parser.parse_args()
     rows = []
     for name in args.dtype or ("fp32", "bf16"):
         for length in args.length or LENGTHS:
             for what in ("forward", "both"):
-                rows.append(measure(length, name, what, args.pairs))
+                rows.append(measure(length, name, what, args.pairs, args.causal))
                 record("attention_fused", rows[-1])
     show(rows)
 
