@@ -11,9 +11,10 @@ in a sample.
 
 Correctness first: the variant's gradients may differ from the bare ones by at most twice what
 torch's two attention kernels differ by, as verified attention rounds otherwise than torch's. With
-dropout torch has one, and theirs are compared without. Set HOLDFAST_SIMD, ATEN_CPU_CAPABILITY and
-ONEDNN_MAX_CPU_ISA to measure another instruction set. `--table` prints the newest row of each cell
-as Markdown.
+dropout torch has one, and theirs are compared without. To measure another instruction set, set all
+of HOLDFAST_SIMD=avx2, ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2 and
+MKL_ENABLE_INSTRUCTIONS=AVX2: the last one limits torch's own fp32 products. `--table` prints the
+newest row of each cell as Markdown.
 """
 
 import argparse
@@ -44,6 +45,7 @@ VARIANTS = ("protect", "ladder")
 WIDTH, LAYERS, HEADS, WORDS, A_STEP = 512, 6, 8, 8192, 1024
 WARM_UP = 4  # the first three snapshots map the pages that the later ones use again
 SETTINGS = ("HOLDFAST_SIMD", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+SETTINGS += ("MKL_ENABLE_INSTRUCTIONS",)
 
 
 def build(name: str) -> nn.Module:
@@ -160,6 +162,8 @@ def table() -> str:
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in (RESULTS / f"{CLAIM}.jsonl").read_text().splitlines():
         row = json.loads(line)
+        if 0 < len(row["settings"]) < len(SETTINGS):
+            continue  # products of another instruction set than the checks
         key = (row["model"], row["tokens"], row["dtype"], row["native"], row["variant"])
         newest[key] = row
     lines = ["| model | tokens | dtype | instructions | bare, s | protect | whole ladder |"]
@@ -190,6 +194,8 @@ def main() -> None:
     if args.table:
         print(table())
         return
+    if 0 < sum(key in os.environ for key in SETTINGS) < len(SETTINGS):
+        raise SystemExit(f"set all of {', '.join(SETTINGS)}, or none")
     chosen = (args.model or MODELS, args.tokens or TOKENS, args.dtype or DTYPES)
     for name, tokens, dtype, variant in product(*chosen, args.variant or VARIANTS):
         record(CLAIM, measure(name, tokens, dtype, variant, args.pairs))
