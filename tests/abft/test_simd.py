@@ -14,7 +14,9 @@ from holdfast import native
 
 TESTS = Path(__file__).parents[1]
 FILES = (TESTS / "test_native.py", TESTS / "abft" / "int8_gemm" / "test_values.py")
-AGREEMENTS = "agree or fast_pass or bit_pattern or finite or oracle or extremes or 16_bits"
+AGREEMENTS = (
+    "agree or fast_pass or bit_pattern or finite or oracle or extremes or 16_bits or saturation"
+)
 ORDER = ["default", "avx2", "avx512", "avx512bf16"]
 
 

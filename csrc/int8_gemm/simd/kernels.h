@@ -17,6 +17,7 @@ typedef int32_t Ints __attribute__((vector_size(kBytes)));
 typedef uint32_t Words __attribute__((vector_size(kBytes)));
 typedef float Floats __attribute__((vector_size(kBytes)));
 typedef int64_t Longs __attribute__((vector_size(kBytes)));
+typedef int16_t Halves __attribute__((vector_size(kBytes)));
 typedef uint16_t Shorts __attribute__((vector_size(kBytes / 2)));
 typedef uint8_t Octets __attribute__((vector_size(kBytes / 4)));
 
@@ -34,6 +35,16 @@ inline Ints larger(Ints x, Ints y) {
 }
 inline Ints rounded(Floats x) { return (Ints)_mm512_maskz_cvtps_epi32(kAll, (__m512)x); }
 inline Octets saturated(Ints x) { return (Octets)_mm512_maskz_cvtusepi32_epi8(kAll, (__m512i)x); }
+#elif HOLDFAST_BYTES == 32
+inline Floats larger(Floats x, Floats y) { return (Floats)_mm256_max_ps((__m256)x, (__m256)y); }
+inline Floats smaller(Floats x, Floats y) { return (Floats)_mm256_min_ps((__m256)x, (__m256)y); }
+inline Ints larger(Ints x, Ints y) { return (Ints)_mm256_max_epi32((__m256i)x, (__m256i)y); }
+inline Ints rounded(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
+inline Octets saturated(Ints x) {
+  const __m128i low_half = _mm256_castsi256_si128((__m256i)x);
+  const __m128i words = _mm_packs_epi32(low_half, _mm256_extracti128_si256((__m256i)x, 1));
+  return (Octets)_mm_cvtsi128_si64(_mm_packus_epi16(words, words));
+}
 #else
 template <typename V>
 inline V larger(V x, V y) {
@@ -46,9 +57,6 @@ inline V smaller(V x, V y) {
 inline Octets saturated(Ints x) {
   return __builtin_convertvector(smaller(x, Ints{} + 255), Octets);
 }
-#if HOLDFAST_BYTES == 32
-inline Ints rounded(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
-#else
 // Rounds ties to even for |x| < 2^22. Larger values saturate anyway.
 inline Ints rounded(Floats x) {
   constexpr float kRound = 0x1.8p23f, kMost = 0x1p21f;
@@ -56,13 +64,49 @@ inline Ints rounded(Floats x) {
   return __builtin_convertvector((x + kRound) - kRound, Ints);
 }
 #endif
-#endif
 
 // Adds the halves in 64 bits.
 template <typename V>
 inline Longs widened(const V& x) {
   return __builtin_convertvector(low(x), Longs) + __builtin_convertvector(high(x), Longs);
 }
+
+#if HOLDFAST_BYTES > 16
+constexpr int64_t kStep = kBytes / 2;
+
+// Reads 8-bit integers as 16-bit ones.
+template <typename T>
+inline Halves extended(const T* from) {
+  typedef T Narrow __attribute__((vector_size(kStep)));
+  return __builtin_convertvector(raw<Narrow>(from), Halves);
+}
+
+// Multiplies 16-bit integers and adds the products by pairs.
+inline Ints pairs(Halves x, Halves y) {
+#if HOLDFAST_BYTES == 64
+  return (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)y);
+#else
+  return (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y);
+#endif
+}
+
+// Adds Σ_k A[r, k] digits[d, k] over kStep values of k. Loops are unrolled by force, as an array
+// that a loop indexes would be kept in memory.
+template <int64_t kRows, int64_t kCount>
+inline __attribute__((always_inline)) void add_products(
+    const uint8_t* a, int64_t a_stride, const int8_t* digits, int64_t digit_stride,
+    Ints (&sums)[kRows][kCount]) {
+  Halves of_b[kCount];
+#pragma GCC unroll 3
+  for (int64_t d = 0; d < kCount; ++d) of_b[d] = extended(digits + d * digit_stride);
+#pragma GCC unroll 4
+  for (int64_t r = 0; r < kRows; ++r) {
+    const Halves of_a = extended(a + r * a_stride);
+#pragma GCC unroll 3
+    for (int64_t d = 0; d < kCount; ++d) sums[r][d] += pairs(of_a, of_b[d]);
+  }
+}
+#endif
 
 // Computes Σ_k A[r, k] digits[d, k], spread over lanes, for kRows rows that share the loads of
 // digits.
@@ -91,6 +135,14 @@ inline void multiply_digits(
   for (int64_t r = 0; r < kRows; ++r) {
 #pragma GCC unroll 3
     for (int64_t d = 0; d < kCount; ++d) sums[r][d] = (Ints)lanes[r][d];
+  }
+#elif HOLDFAST_BYTES > 16
+  int64_t i = 0;
+  for (; k - i >= kStep; i += kStep) add_products(a + i, k, digits + i, digit_stride, sums);
+  if (i < k) {
+    uint8_t last[kRows * kStep] = {};
+    for (int64_t r = 0; r < kRows; ++r) __builtin_memcpy(last + r * kStep, a + r * k + i, k - i);
+    add_products(last, kStep, digits + i, digit_stride, sums);
   }
 #else
   for (int64_t r = 0; r < kRows; ++r) {

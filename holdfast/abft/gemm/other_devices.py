@@ -20,6 +20,7 @@ from holdfast.abft.coverage import SiteCoverage, unverified_device
 from holdfast.abft.gemm.devices import CPU, PRODUCTS, intercept, is_intercepted
 from holdfast.abft.gemm.unverified_ops import (
     OPAQUE,
+    kernel_packages_loaded,
     opaque_functions,
     opaque_name,
     opaque_ops_loaded,
@@ -55,6 +56,8 @@ class OtherDevices:
     def __init__(self, model: nn.Module, paths: dict[nn.Module, str]) -> None:
         self._model, self._paths = model, paths
         self._root, self._watched = paths[model], Counter[str]()  # passes by device
+        self._done: set[torch.device] = set()  # nothing is to be watched on these any more
+        self._owner, self._name = _first_parameter(model)
         # Calls by device, path and op; the device of an operator of another package is empty.
         self._calls: Counter[tuple[str, str, str]] = Counter()
         self._walked = False  # the autograd functions that made an output were looked for
@@ -62,23 +65,45 @@ class OtherDevices:
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._hooks = [
             model.register_forward_pre_hook(_Hook(self.begin), with_kwargs=True),
-            model.register_forward_hook(_Hook(self.end, result=True), always_call=True),
+            model.register_forward_hook(_Hook(self.end), always_call=True),
         ]
 
-    def begin(self, inputs: tuple[tuple[object, ...], dict[str, object]]) -> None:
-        """Watch the pass that begins if it uses a device that was not watched yet."""
+    def begin(self, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> None:
+        """Watch the pass that begins if it uses a device that was not watched yet.
+
+        Torch calls a hook that another thread has just removed, without keyword arguments.
+        """
+        with torch._C.DisableTorchFunction():  # a mode of the program's sees no call of ours
+            candidates = (*args, *(kwargs.values() if kwargs else ()), self._parameter())
+            for each in candidates:
+                if isinstance(each, torch.Tensor) and each.device not in self._done:
+                    self._begin(candidates)
+                    break
+
+    def _parameter(self) -> object:
+        """Return the first parameter of the model as it is now."""
+        module: Any = self._model
+        try:
+            for name in self._owner:
+                module = module._modules[name]
+            found = module._parameters[self._name]
+        except (AttributeError, KeyError):  # the model has none, or was changed
+            found = None
+        return next(self._model.parameters(), None) if found is None else found
+
+    def _begin(self, candidates: tuple[object, ...]) -> None:
         with self._lock:  # one thread at a time begins to watch
-            # Torch calls a hook that another thread has just removed, without keyword arguments.
             if not self._closed.is_set() and self._listing is None:
-                self._begin(*inputs)
+                self._watch(candidates)
             closed = self._closed.is_set()
         if closed:  # by another thread meanwhile
-            self.end(None)
+            self._end(None)
 
-    def _begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        candidates = (*args, *kwargs.values(), next(self._model.parameters(), None))
+    def _watch(self, candidates: tuple[object, ...]) -> None:
         devices = {each.device for each in candidates if isinstance(each, torch.Tensor)}
         new = {each.type for each in devices if self._watched[each.type] < WATCHED}
+        if not new:
+            self._done |= devices
         for device in devices:  # the model may have been moved there since it was protected
             if device.type in new - {CPU}:
                 intercept(device)
@@ -92,8 +117,14 @@ class OtherDevices:
             self._watched.update(new)
             self._listing = _Listing(self._paths, self._calls, new)
 
-    def end(self, output: object) -> None:
+    def end(self, args: object, output: object) -> None:
         """End the watch, if there is one; a pass without a result counts as one that failed."""
+        # A thread that watches sees its own listing without the lock.
+        if self._listing is not None or (not self._walked and kernel_packages_loaded()):
+            with torch._C.DisableTorchFunction():
+                self._end(output)
+
+    def _end(self, output: object) -> None:
         if not self._walked:
             functions = opaque_functions(output)
             self._walked = functions is not None
@@ -125,7 +156,7 @@ class OtherDevices:
     def close(self) -> None:
         """Remove the hooks, the last one with the pass that another thread watches, if one does."""
         self._closed.set()
-        self.end(None)
+        self._end(None)
         begin, end = self._hooks
         begin.remove()
         if self._listing is None:
@@ -135,6 +166,15 @@ class OtherDevices:
 def unverified(device: str, op: str) -> str:
     """Return the reason to report for a product on a device; for an opaque operator, of none."""
     return f"{unverified_device(device, op)}; nor are its gradients" if device else OPAQUE
+
+
+def _first_parameter(model: nn.Module) -> tuple[list[str], str]:
+    """Return the names on the way to the module of the first parameter, and the parameter's."""
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                return path.split(".") if path else [], name
+    return [], ""
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -162,15 +202,14 @@ def _is_checked(op: Any, name: str, arguments: object) -> bool:
 
 
 class _Hook:
-    """Module hook that passes on the inputs or the output of the module."""
+    """Module hook that passes on the inputs of the module, or its inputs and its output."""
 
-    def __init__(self, act: Callable[[Any], None] | None, *, result: bool = False) -> None:
-        self._act, self._result = act, result
+    def __init__(self, act: Callable[[Any, Any], None] | None) -> None:
+        self._act = act
 
     def __call__(self, module: nn.Module, args: object, rest: object = None) -> None:
         if self._act is not None and not torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunction():  # a mode of the program's sees no call of ours
-                self._act(rest if self._result else (args, rest or {}))
+            self._act(args, rest)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Hook, (None,)  # of a copied or unpickled module, which is not protected

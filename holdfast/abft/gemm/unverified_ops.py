@@ -88,11 +88,12 @@ def opaque_ops_loaded() -> bool:
     """Return whether operators of other packages, or any of ``KERNEL_PACKAGES``, are loaded."""
     names: Iterable[str] = torch._C._dispatch_get_all_op_names()
     spaces = {name.split("::")[0] for name in names}
-    return _kernel_packages_loaded() or not spaces <= _OWN_NAMESPACES
+    return kernel_packages_loaded() or not spaces <= _OWN_NAMESPACES
 
 
-def _kernel_packages_loaded() -> bool:
-    return any(package in sys.modules for package in KERNEL_PACKAGES)
+def kernel_packages_loaded() -> bool:
+    """Return whether any of ``KERNEL_PACKAGES`` is loaded."""
+    return not sys.modules.keys().isdisjoint(KERNEL_PACKAGES)
 
 
 def opaque_functions(output: object) -> Counter[str] | None:
@@ -106,7 +107,7 @@ def opaque_functions(output: object) -> Counter[str] | None:
         The counts; None if no such package is loaded yet or the output has no autograd graph, so
         that a later output is to be looked at.
     """
-    if not _kernel_packages_loaded():
+    if not kernel_packages_loaded():
         return None
     tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

@@ -169,6 +169,48 @@ def test_every_product_of_a_forward_pass_on_another_device_is_listed(name: str) 
     assert recorder.calls.total() > 3
 
 
+class OwnDevice(nn.Module):
+    """Multiplies on the device of its weight, or of its input if it has none."""
+
+    def __init__(self, device: str, weight: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4, device=device)) if weight else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        operand = x if self.weight is None else self.weight
+        return operand.mm(operand)
+
+
+def replace_parameter(model: nn.Sequential) -> None:
+    model[0].weight = OwnDevice("meta").weight
+
+
+def replace_module(model: nn.Sequential) -> None:
+    model[0] = OwnDevice("meta")
+
+
+LEAVE: dict[str, Callable[[nn.Sequential], object]] = {
+    "to": lambda model: model.to("meta"),
+    "parameter": replace_parameter,
+    "module": replace_module,
+    "input": lambda model: None,
+}
+
+
+@for_each("way", LEAVE)
+def test_a_product_on_another_device_is_listed_after_many_passes_on_cpu(way: str) -> None:
+    model = nn.Sequential(OwnDevice("cpu", weight=way != "input"))
+    with holdfast.protect(model) as protection:
+        for _ in range(10):
+            model(torch.ones(4, 4))
+        assert uncovered(protection.report()) == {}
+        LEAVE[way](model)
+        model(torch.ones(4, 4, device="meta" if way == "input" else "cpu"))
+        # A module that is new in the model has no name of its own.
+        path = "Sequential" if way == "module" else "0"
+        assert uncovered(protection.report()).keys() == {f"{path}/mm/forward"}
+
+
 def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor on CUDA without values; to be called within a FakeTensorMode."""
     return torch.empty(shape, dtype=dtype, device="cuda")
@@ -242,7 +284,7 @@ def test_compiled_code_has_one_line_where_its_products_are_not_listed() -> None:
     model = meta_model("dlrm")
     model.compile(backend="eager")
     with holdfast.protect(model) as protection:
-        protection._elsewhere.begin(((inputs("dlrm", "meta"),), {}))
+        protection._elsewhere.begin((inputs("dlrm", "meta"),))
         one_by_one = {unverified_device("meta")}
         assert [row.site for row in protection._elsewhere.sites()] == [f"Dlrm/{COMPILED}/forward"]
         assert protection._elsewhere.sites(listed=one_by_one) == []
