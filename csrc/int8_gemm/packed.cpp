@@ -53,7 +53,12 @@ PackedA packed(const uint8_t* a, int64_t rows, int64_t inner) {
 }  // namespace
 
 bool int8_available() { return fbgemm::fbgemmSupportedCPU(); }
-bool int8_saturates() { return !fbgemm::fbgemmHasAvx512VnniSupport(); }
+// FBGEMM uses a narrower instruction set than the processor's if FBGEMM_ENABLE_INSTRUCTIONS says
+// so.
+bool int8_saturates() {
+  const fbgemm::inst_set_t used = fbgemm::fbgemmInstructionSet();
+  return used != fbgemm::inst_set_t::avx512_vnni && used != fbgemm::inst_set_t::avx512_vnni_ymm;
+}
 
 struct Int8Packed::Matrix {
   PackedB packed;
