@@ -244,6 +244,34 @@ def test_the_encoding_has_the_same_bits_on_any_number_of_threads(threads: int) -
         torch.set_num_threads(before)
 
 
+@given(
+    rows=st.sampled_from([1, 2, 31, 33, 128, 129, 161, 290]),
+    columns=st.sampled_from([1, 2, 15, 17, 64, 513, 1037, 2200]),
+    b_of=tensors,
+    tiny=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_views_encoded_in_one_pass_agree_bit_for_bit_with_each_alone(
+    rows: int, columns: int, b_of: tuple[int, torch.dtype, str], tiny: bool, threads: int
+) -> None:
+    assert native.core is not None
+    weight = make((rows, columns), *b_of)
+    if tiny and b_of[2] in ("rows", "transposed"):
+        weight[:, ::3] *= 1e-20  # squares that fp32 does not hold
+    torch.set_num_threads(threads)
+    watched = native.core.watch([weight])
+    views = (weight.t(), weight)
+    for _ in range(2):
+        known = [native.core.known_encoding(view) for view in views]
+        torch.autograd.graph.increment_version(weight)
+    native.core.unwatch(watched)
+    assert [kept for *_, kept, _ in known] == [False, True]
+    torch.set_num_threads(2)
+    for view, (row_sum, statistics, *_) in zip(views, known, strict=True):
+        for made, alone in zip((row_sum, statistics), encode(view), strict=True):
+            assert torch.equal(made.view(torch.int64), alone.view(torch.int64))
+
+
 @for_each(
     ("b", "error", "words"),
     [

@@ -33,6 +33,9 @@ struct Weights {
   const double* scale = nullptr;  // These are the weights of the squares, in wide precision only.
 };
 
+// Columns of a transposed view that are summed in fp32 before they are gathered in fp64.
+constexpr int64_t kColumnsGathered = 32;
+
 // Where the sums of each row are written: Σ x w, Σ x² scale, Σ x and Σ x v. A sum whose pointer is
 // null is not computed. Σ x can be had only with the squares, and Σ x v only with the first two.
 struct RowSums {
@@ -41,6 +44,9 @@ struct RowSums {
   double* plain = nullptr;
   double* dot = nullptr;
   bool sample = false;  // In fast precision, sum the squares of a sample: a lower bound.
+  // Go on from the sums that are there, of a view with contiguous columns. They have the bits of
+  // one call if each call but the last read a multiple of kColumnsGathered columns.
+  bool onto = false;
 };
 
 // Sums along the rows and along the columns from one pass: Σ_j x_ij v_j of each row is written, and

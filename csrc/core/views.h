@@ -61,10 +61,20 @@ inline MatrixView rows_of(const MatrixBatch& t, int64_t batch, int64_t begin, in
   return {data, end - begin, t.size(2), row_stride, col_stride};
 }
 
-inline MatrixView row_of(const MatrixView& m, int64_t row, Element element) {
+inline const char* at_element(const MatrixView& m, int64_t offset, Element element) {
   const int64_t bytes = element == Element::f64 ? 8 : element == Element::f32 ? 4 : 2;
-  const auto* data = static_cast<const char*>(m.data) + row * m.row_stride * bytes;
+  return static_cast<const char*>(m.data) + offset * bytes;
+}
+
+inline MatrixView row_of(const MatrixView& m, int64_t row, Element element) {
+  const char* data = at_element(m, row * m.row_stride, element);
   return {data, 1, m.cols, m.row_stride, m.col_stride};
+}
+
+// Returns the columns [begin, end) of a view.
+inline MatrixView columns_of(const MatrixView& m, int64_t begin, int64_t end, Element element) {
+  const char* data = at_element(m, begin * m.col_stride, element);
+  return {data, m.rows, end - begin, m.row_stride, m.col_stride};
 }
 
 // The range of sums of squares whose fp32 partial sums neither overflow nor underflow.

@@ -81,10 +81,10 @@ Precision precision_of(const Problem& p) {
 KnownEncoding encoding_of_operand(Backend& backend, const Problem& p, Role role, bool captured) {
   // One with scales belongs to these.
   if (p.column_scale.defined()) return {backend.encode(p.b, p.column_scale), false, false};
-  const DeviceEncoder encoder{
+  const OperandEncoder encoder{
       [&](const Tensor& b) { return backend.encode_twice(b, {}); },
       [&](const Tensor& b) { return backend.encode_both(b); }};
-  return device_encoding_of(p.b, role, encoder, captured);
+  return encoding_of(p.b, role, encoder, captured);
 }
 
 // What a check in compiled code is given by the check before it, and is to give the one after it.

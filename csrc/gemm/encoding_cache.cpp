@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/interception_state.h"
+#include "gemm/encode.h"
 
 namespace holdfast {
 
@@ -38,17 +39,25 @@ struct Entry {
         stream(stream_of(b)),
         encoding(std::move(encoding)) {}
   bool same_view(const at::Tensor& b) const {
-    return data == b.const_data_ptr() && type == b.scalar_type() && b.sizes() == sizes &&
-        b.strides() == strides && stream == stream_of(b);
+    return same_memory(b) && b.sizes() == sizes && b.strides() == strides;
   }
-  bool transposed_view(const at::Tensor& b) const { return b.dim() == 2 && same_view(b.t()); }
+  bool transposed_view(const at::Tensor& b) const {
+    return sizes.size() == 2 && b.dim() == 2 && same_memory(b) && turned(b.sizes(), sizes) &&
+        turned(b.strides(), strides);
+  }
+  bool same_memory(const at::Tensor& b) const {
+    return data == b.const_data_ptr() && type == b.scalar_type() && stream == stream_of(b);
+  }
+  static bool turned(at::IntArrayRef one, const std::vector<int64_t>& other) {
+    return one[0] == other[1] && one[1] == other[0];
+  }
   const void* data;
   at::ScalarType type;
   std::vector<int64_t> sizes, strides;
   uint32_t version;
   int64_t stream;
   Encoding encoding;
-  std::optional<Encoding> copy;
+  Encoding copy;  // Undefined if there is none.
 };
 
 struct Weight {
@@ -131,10 +140,15 @@ bool same_bits(const at::Tensor& one, const at::Tensor& other) {
 }
 
 bool damaged(const Entry& entry) {
-  const auto& copy = entry.copy;
-  return copy &&
-      !(same_bits(copy->row_sum, entry.encoding.row_sum) &&
-        same_bits(copy->statistics, entry.encoding.statistics));
+  const Encoding& copy = entry.copy;
+  return copy.row_sum.defined() &&
+      !(same_bits(copy.row_sum, entry.encoding.row_sum) &&
+        same_bits(copy.statistics, entry.encoding.statistics));
+}
+
+bool any_same(const std::vector<Entry>& entries, const at::Tensor& b) {
+  return std::any_of(
+      entries.begin(), entries.end(), [&](const Entry& e) { return e.same_view(b); });
 }
 
 bool any_transposed(const std::vector<Entry>& entries, const at::Tensor& b) {
@@ -147,14 +161,12 @@ bool wanted_in_both(const at::Tensor& b, uint32_t version) {
   const std::lock_guard<std::mutex> lock(mutex);
   const Weight* weight = watched(b);
   if (b.dim() != 2 || weight == nullptr || !current(*weight, version)) return false;
-  const bool used = any_transposed(weight->in_both, b) || any_transposed(weight->in_both, b.t());
+  const bool used = any_same(weight->in_both, b) || any_transposed(weight->in_both, b);
   const auto same = [&](const Entry& e) { return e.version == version && e.transposed_view(b); };
   return used && std::none_of(weight->entries.begin(), weight->entries.end(), same);
 }
 
-void store(
-    const at::Tensor& b, uint32_t version, const Encoding& encoding,
-    std::optional<Encoding> copy = {}) {
+void store(const at::Tensor& b, uint32_t version, EncodedTwice made) {
   const std::lock_guard<std::mutex> lock(mutex);
   Weight* weight = watched(b);
   if (weight == nullptr || !current(*weight, version)) return;
@@ -162,12 +174,12 @@ void store(
   const auto stale = [&](const Entry& e) { return e.version != version || e.same_view(b); };
   entries.erase(std::remove_if(entries.begin(), entries.end(), stale), entries.end());
   if (entries.size() >= kViewsPerWeight) entries.erase(entries.begin());
-  if (any_transposed(entries, b) && !any_transposed(weight->in_both, b.t())) {
+  if (any_transposed(entries, b) && !any_same(weight->in_both, b)) {
     if (weight->in_both.size() >= kViewsPerWeight) weight->in_both.clear();
     weight->in_both.emplace_back(b, version, Encoding{});
   }
-  entries.emplace_back(b, version, encoding);
-  entries.back().copy = std::move(copy);
+  entries.emplace_back(b, version, std::move(made.encoding));
+  entries.back().copy = std::move(made.copy);
 }
 
 // Removes and returns an activation's encoding, which only the product of its gradient uses.
@@ -194,19 +206,7 @@ std::optional<KnownEncoding> kept(const at::Tensor& b, uint32_t version, Role ro
 }  // namespace
 
 KnownEncoding encoding_of(
-    const at::Tensor& b, Role role, const std::function<Encoding(const at::Tensor&)>& make,
-    bool (*intact)(const Encoding&)) {
-  const auto version = version_of(b);
-  if (!version) return {make(b), false, false};
-  auto known = kept(b, *version, role);
-  if (known && intact(known->encoding)) return *std::move(known);
-  const Encoding encoding = make(b);
-  store(b, *version, encoding);
-  return {encoding, false, known.has_value()};
-}
-
-KnownEncoding device_encoding_of(
-    const at::Tensor& b, Role role, const DeviceEncoder& encoder, bool captured) {
+    const at::Tensor& b, Role role, const OperandEncoder& encoder, bool captured) {
   const auto version = version_of(b, in_compiled_code());
   if (captured && version && role == Role::grad_b) {
     if (auto known = taken_activation(b, *version, current_node())) {
@@ -214,17 +214,30 @@ KnownEncoding device_encoding_of(
     }
   }
   if (!version || captured) return {encoder.one(b).encoding, false, false};
-  if (auto known = kept(b, *version, role)) return *std::move(known);
+  auto known = kept(b, *version, role);
+  const bool damaged = known && encoder.intact != nullptr && !encoder.intact(known->encoding);
+  if (known && !damaged) return *std::move(known);
   EncodedTwice own;
   if (wanted_in_both(b, *version)) {
     EncodedTwice other;
     std::tie(own, other) = encoder.both(b);
-    store(b.t(), *version, other.encoding, std::move(other.copy));
+    store(b.t(), *version, std::move(other));
   } else {
     own = encoder.one(b);
   }
-  store(b, *version, own.encoding, std::move(own.copy));
-  return {own.encoding, false, false};
+  store(b, *version, own);
+  return {std::move(own.encoding), false, damaged};
+}
+
+KnownEncoding encoding_of(const at::Tensor& b, Role role) {
+  static const OperandEncoder& encoder = *new OperandEncoder{
+      [](const at::Tensor& one) { return EncodedTwice{encode(one)}; },
+      [](const at::Tensor& one) {
+        auto [own, other] = encode_both(one);
+        return std::pair<EncodedTwice, EncodedTwice>({std::move(own)}, {std::move(other)});
+      },
+      intact};
+  return encoding_of(b, role, encoder);
 }
 
 void keep_activation(

@@ -13,8 +13,6 @@
 
 namespace holdfast {
 
-// The encoding of B. A kept encoding is used only for the same storage at the same version and if
-// it is `intact`. Else B is encoded anew, by `make`.
 struct KnownEncoding {
   Encoding encoding;
   bool kept;  // It was made by an earlier operation.
@@ -22,26 +20,27 @@ struct KnownEncoding {
   // Of B = X, where dW is computed before dX: that of W, of which the check of dX will need it.
   std::optional<Encoding> of_weight = {};
 };
-KnownEncoding encoding_of(
-    const at::Tensor& b, Role role, const std::function<Encoding(const at::Tensor&)>& make,
-    bool (*intact)(const Encoding&));
 
-// An encoding, and a second copy of it for `drop_damaged`.
+// An encoding, and on a device a second copy of it for `drop_damaged`.
 struct EncodedTwice {
-  Encoding encoding, copy;
+  Encoding encoding, copy = {};
 };
 
-// Encodes right operands on a device: `one` a matrix or batch, `both` a matrix and its transpose.
-struct DeviceEncoder {
+// Encodes right operands: `one` a matrix or batch, `both` a matrix and its transpose.
+struct OperandEncoder {
   std::function<EncodedTwice(const at::Tensor&)> one;
   std::function<std::pair<EncodedTwice, EncodedTwice>(const at::Tensor&)> both;
+  // Returns whether a kept encoding may be used, which is not asked if this is null.
+  bool (*intact)(const Encoding&) = nullptr;
 };
 
-// The encoding of B on a device, where a kept one is not looked at. A watched weight that was used
-// in both directions before it changed, as it is in training, is encoded in both at once. While a
-// graph is `captured` none of a weight is used or kept, as the weight changes between replays.
-KnownEncoding device_encoding_of(
-    const at::Tensor& b, Role role, const DeviceEncoder& encoder, bool captured);
+// Returns the encoding of B: a kept one, for the same storage at the same version and if it is
+// intact, or one made anew. A watched weight that was used in both directions before it changed, as
+// it is in training, is encoded in both at once. While a device's graph is `captured` none of a
+// weight is used or kept, as the weight changes between replays.
+KnownEncoding encoding_of(
+    const at::Tensor& b, Role role, const OperandEncoder& encoder, bool captured = false);
+KnownEncoding encoding_of(const at::Tensor& b, Role role);  // on CPU, by `encode`
 
 // Keeps the encoding of an activation for the gradients of the product that read it, and with it
 // one of the product's weight.

@@ -72,7 +72,7 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   Laps laps;
   Durations seconds;
   std::optional<KnownEncoding> known;
-  if (!succeeds(key, [&] { known.emplace(encoding_of(problem.b, key.role, encode, intact)); })) {
+  if (!succeeds(key, [&] { known.emplace(encoding_of(problem.b, key.role)); })) {
     count_unverified(key, kFailed);
     return alone(first);
   }

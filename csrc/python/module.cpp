@@ -93,7 +93,7 @@ std::tuple<int64_t, std::optional<std::tuple<at::Tensor, at::Tensor>>> count_sus
 // whether a kept encoding was damaged.
 std::tuple<at::Tensor, at::Tensor, bool, bool> known_encoding(const at::Tensor& b) {
   check_matrix(b, "b");
-  auto known = encoding_of(b, Role::forward, encode, intact);
+  auto known = encoding_of(b, Role::forward);
   return {known.encoding.row_sum, known.encoding.statistics, known.kept, known.damaged};
 }
 
