@@ -163,6 +163,8 @@ def train(said: Path, run_dir: Path, layout: str, steps: int, hang_at: int = -1)
         loss = run.forward_backward()
         snapshots.finish()
         run.optimizer.step()
+        if step == hang_at:
+            snapshots.wait_committed()  # of the step before, or the SMPs may be at it still
         snapshots.begin(step)
         say(said, step=step, loss=loss.hex(), digest=run.digest())
         if step == hang_at:
