@@ -102,7 +102,8 @@ campaign-attention: setup
 # of torch's own build.
 SANITIZED := build/sanitized
 SANITIZERS := address,undefined
-SANITIZED_TESTS := $(wildcard tests/test_native.py tests/digest/test_digest_kernels.py tests/abft/int8_gemm tests/abft/embedding_bag)
+SANITIZED_TESTS := $(wildcard tests/test_native.py tests/digest/test_digest_kernels.py tests/abft/int8_gemm tests/abft/embedding_bag \
+	tests/abft/attention/test_fused_*.py)
 
 test-sanitize: setup
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
