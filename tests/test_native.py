@@ -258,15 +258,17 @@ def test_views_encoded_in_one_pass_agree_bit_for_bit_with_each_alone(
     weight = make((rows, columns), *b_of)
     if tiny and b_of[2] in ("rows", "transposed"):
         weight[:, ::3] *= 1e-20  # squares that fp32 does not hold
-    torch.set_num_threads(threads)
-    watched = native.core.watch([weight])
+    before, watched = torch.get_num_threads(), native.core.watch([weight])
     views = (weight.t(), weight)
-    for _ in range(2):
-        known = [native.core.known_encoding(view) for view in views]
-        torch.autograd.graph.increment_version(weight)
-    native.core.unwatch(watched)
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(2):
+            known = [native.core.known_encoding(view) for view in views]
+            torch.autograd.graph.increment_version(weight)
+    finally:
+        torch.set_num_threads(before)
+        native.core.unwatch(watched)
     assert [kept for *_, kept, _ in known] == [False, True]
-    torch.set_num_threads(2)
     for view, (row_sum, statistics, *_) in zip(views, known, strict=True):
         for made, alone in zip((row_sum, statistics), encode(view), strict=True):
             assert torch.equal(made.view(torch.int64), alone.view(torch.int64))
