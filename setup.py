@@ -31,6 +31,7 @@ KERNELS = {
     "attention": ("default", "avx2", "avx512"),
     "core": ("default", "avx2", "avx512", "avx512bf16"),
     "embedding_bag": ("default", "avx2", "avx512"),
+    "gemm": ("default", "avx2", "avx512"),
     "int8_gemm": ("default", "avx2", "avx512", "avx512vnni"),
     "digest": ("avx2", "avx512"),
 }

@@ -62,8 +62,7 @@ __all__ = [
 
 _logger = logging.getLogger("holdfast.protection")
 
-# Containers without products of their own, which get no hooks to save time. Sequential does get
-# hooks: blocks compiled one by one share a graph, and only hooks tell them apart.
+# Modules without products of their own, which get no hooks to save time.
 _WITHOUT_PRODUCTS = frozenset(
     {
         *(nn.Identity, nn.Flatten, nn.Dropout, nn.Embedding, nn.LayerNorm),
@@ -71,6 +70,17 @@ _WITHOUT_PRODUCTS = frozenset(
         *(nn.Tanh, nn.Softmax, Int8EmbeddingBag, FrozenEmbeddingBag, Int8Linear),
     }
 )
+
+
+def _may_multiply(module: nn.Module, root: nn.Module) -> bool:
+    """Return whether products may be computed in a module, so that it needs hooks.
+
+    A Sequential of modules without products needs none, unless it is the root. Any other gets them:
+    blocks compiled one by one share a graph, and only hooks tell them apart.
+    """
+    if type(module) is nn.Sequential and module is not root:
+        return any(_may_multiply(each, root) for each in module)
+    return type(module) not in _WITHOUT_PRODUCTS
 
 
 def _unprotected(*_: int) -> None:
@@ -153,8 +163,9 @@ class _Interception:
                 undo.callback(self.sampler.close)
             elif frequency is not None:
                 self.verify(True)
+            root = next(iter(modules))
             for module, number in modules.items():
-                if type(module) not in _WITHOUT_PRODUCTS:
+                if _may_multiply(module, root):
                     for hook in self._enter_and_leave(module, number):
                         undo.callback(hook.remove)
             self.close = undo.pop_all().close

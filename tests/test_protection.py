@@ -407,6 +407,18 @@ def _hooks_of(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def test_a_sequential_without_products_gets_no_hooks() -> None:
+    without, within = nn.Sequential(nn.ReLU(), nn.Sequential(nn.GELU())), nn.Linear(8, 8)
+    model = nn.Sequential(without, nn.Sequential(nn.Sequential(within)))
+    with holdfast.protect(model) as protection:
+        assert _hooks_of(without) == 0
+        assert all(m._forward_hooks for m in (model, model[1], model[1][0], within))
+        without[0] = nn.Linear(8, 8)  # its products are those of the nearest module with hooks
+        model(torch.randn(4, 8))
+        names = {site.site for site in protection.report().sites if site.calls}
+    assert names == {"1.0.0/addmm/forward", "Sequential/addmm/forward"}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @for_each("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 8))])
 def test_torchscript_is_refused_with_a_remedy_before_anything_is_hooked(

@@ -269,7 +269,7 @@ def pool_bags(
     """
     pairs = list(zip(bags, inputs, strict=True))
     outputs: dict[int, torch.Tensor] = {}
-    for verify in (True, False):
+    for verify in {bool(bag.verify) for bag, _ in pairs}:
         chosen = [i for i, (bag, _) in enumerate(pairs) if bool(bag.verify) is verify]
         asked = [(bag._ready(), bag._batch(*given)) for bag, given in (pairs[i] for i in chosen)]
         outputs |= zip(chosen, embedding_bags(asked, verify=verify), strict=True)

@@ -1,4 +1,4 @@
-"""Every narrower instruction set computes what the widest one does: the passes, and int8."""
+"""Every narrower instruction set computes what the widest one does: the passes, masks, and int8."""
 
 import os
 import platform
@@ -13,9 +13,14 @@ from case_loops import fuzz_after
 from holdfast import native
 
 TESTS = Path(__file__).parents[1]
-FILES = (TESTS / "test_native.py", TESTS / "abft" / "int8_gemm" / "test_values.py")
+FILES = (
+    TESTS / "test_native.py",
+    TESTS / "abft" / "int8_gemm" / "test_values.py",
+    TESTS / "abft" / "gemm" / "test_masked.py",
+)
 AGREEMENTS = (
-    "agree or fast_pass or bit_pattern or finite or oracle or extremes or 16_bits or saturation"
+    "agree or fast_pass or bit_pattern or finite or oracle or extremes or 16_bits or saturation "
+    "or mask"
 )
 ORDER = ["default", "avx2", "avx512", "avx512bf16"]
 

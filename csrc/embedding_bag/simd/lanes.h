@@ -20,17 +20,6 @@
 namespace holdfast {
 namespace {
 
-// By integers: as a float that is yet to be scaled a subnormal would be flushed to zero where the
-// caller has denormals flushed.
-inline float half_value(uint16_t bits) {
-  const uint32_t magnitude = bits & 0x7fffu, sign = uint32_t{bits & 0x8000u} << 16;
-  const uint32_t rebias = magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u;
-  const uint32_t subnormal =
-      __builtin_bit_cast(uint32_t, static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
-  const uint32_t size = magnitude < 0x0400u ? subnormal : (magnitude << 13) + rebias;
-  return __builtin_bit_cast(float, size | sign);
-}
-
 // Returns whether x rounds to fp16 h: the same infinity, a NaN of any payload, else within half a
 // unit.
 inline bool faithful(float x, uint16_t h) {

@@ -103,7 +103,8 @@ def embedding_bags(
     outputs = []
     for (table, batch), (output, suspects, cleared) in zip(calls, found, strict=True):
         outputs.append(output)
-        count_false_alarms(table.module, cleared)
+        if cleared:
+            count_false_alarms(table.module, cleared)
         if suspects:
             resolve(table, batch, output, suspects)
     return outputs

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,16 +49,16 @@ class OtherDevices:
     """Names the products that a model computes where none is verified, once for each device.
 
     A dispatch mode, which changes no result, watches the first forward pass on a device; later
-    passes cost a look at the devices of the inputs and of the first parameter. On CPU it does so
-    only if operators of other packages are loaded. The autograd functions of such packages are
-    found in the graph of the first output that has one.
+    passes cost a look at the devices of the inputs and of the first parameter or buffer. On CPU it
+    does so only if operators of other packages are loaded. The autograd functions of such packages
+    are found in the graph of the first output that has one.
     """
 
     def __init__(self, model: nn.Module, paths: dict[nn.Module, str]) -> None:
         self._model, self._paths = model, paths
         self._root, self._watched = paths[model], Counter[str]()  # passes by device
         self._done: set[torch.device] = set()  # nothing is to be watched on these any more
-        self._owner, self._name = _first_parameter(model)
+        self._owner, self._kind, self._name = _first_tensor(model)
         # Calls by device, path and op; the device of an operator of another package is empty.
         self._calls: Counter[tuple[str, str, str]] = Counter()
         self._walked = False  # the autograd functions that made an output were looked for
@@ -74,22 +75,24 @@ class OtherDevices:
         Torch calls a hook that another thread has just removed, without keyword arguments.
         """
         with torch._C.DisableTorchFunction():  # a mode of the program's sees no call of ours
-            candidates = (*args, *(kwargs.values() if kwargs else ()), self._parameter())
+            candidates = (*args, *(kwargs.values() if kwargs else ()), self._tensor())
             for each in candidates:
                 if isinstance(each, torch.Tensor) and each.device not in self._done:
                     self._begin(candidates)
                     break
 
-    def _parameter(self) -> object:
-        """Return the first parameter of the model as it is now."""
+    def _tensor(self) -> object:
+        """Return the first parameter of the model as it is now, or else its first buffer."""
         module: Any = self._model
         try:
             for name in self._owner:
                 module = module._modules[name]
-            found = module._parameters[self._name]
+            found = getattr(module, self._kind)[self._name]
         except (AttributeError, KeyError):  # the model has none, or was changed
             found = None
-        return next(self._model.parameters(), None) if found is None else found
+        if found is not None:
+            return found
+        return next(chain(self._model.parameters(), self._model.buffers()), None)
 
     def _begin(self, candidates: tuple[object, ...]) -> None:
         with self._lock:  # one thread at a time begins to watch
@@ -168,13 +171,18 @@ def unverified(device: str, op: str) -> str:
     return f"{unverified_device(device, op)}; nor are its gradients" if device else OPAQUE
 
 
-def _first_parameter(model: nn.Module) -> tuple[list[str], str]:
-    """Return the names on the way to the module of the first parameter, and the parameter's."""
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                return path.split(".") if path else [], name
-    return [], ""
+def _first_tensor(model: nn.Module) -> tuple[list[str], str, str]:
+    """Return where the first parameter is, or the first buffer of a model without parameters.
+
+    Returns:
+        The names on the way to its module, the module's dictionary that holds it, and its name.
+    """
+    for kind in ("_parameters", "_buffers"):
+        for path, module in model.named_modules():
+            for name, tensor in getattr(module, kind).items():
+                if tensor is not None:
+                    return path.split(".") if path else [], kind, name
+    return [], "_parameters", ""
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -172,9 +172,13 @@ def test_every_product_of_a_forward_pass_on_another_device_is_listed(name: str) 
 class OwnDevice(nn.Module):
     """Multiplies on the device of its weight, or of its input if it has none."""
 
-    def __init__(self, device: str, weight: bool = True) -> None:
+    def __init__(self, device: str, weight: str = "parameter") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4, device=device)) if weight else None
+        ones = torch.ones(4, 4, device=device)
+        if weight == "buffer":
+            self.register_buffer("weight", ones)
+        else:
+            self.weight = nn.Parameter(ones) if weight == "parameter" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         operand = x if self.weight is None else self.weight
@@ -194,12 +198,14 @@ LEAVE: dict[str, Callable[[nn.Sequential], object]] = {
     "parameter": replace_parameter,
     "module": replace_module,
     "input": lambda model: None,
+    "buffer": lambda model: model.to("meta"),
 }
 
 
 @for_each("way", LEAVE)
 def test_a_product_on_another_device_is_listed_after_many_passes_on_cpu(way: str) -> None:
-    model = nn.Sequential(OwnDevice("cpu", weight=way != "input"))
+    weight = {"input": "", "buffer": "buffer"}.get(way, "parameter")
+    model = nn.Sequential(OwnDevice("cpu", weight))
     with holdfast.protect(model) as protection:
         for _ in range(10):
             model(torch.ones(4, 4))
@@ -209,6 +215,25 @@ def test_a_product_on_another_device_is_listed_after_many_passes_on_cpu(way: str
         # A module that is new in the model has no name of its own.
         path = "Sequential" if way == "module" else "0"
         assert uncovered(protection.report()).keys() == {f"{path}/mm/forward"}
+
+
+@for_each("weight", ["parameter", "buffer"])
+def test_a_pass_does_not_walk_through_all_modules(
+    monkeypatch: pytest.MonkeyPatch, weight: str
+) -> None:
+    model = nn.Sequential(nn.ReLU(), OwnDevice("cpu", weight))
+    with holdfast.protect(model):
+        model(torch.ones(4, 4))
+        walked: list[nn.Module] = []
+        walk = nn.Module.named_modules
+
+        def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            walked.append(self)
+            return walk(self, *args, **kwargs)
+
+        monkeypatch.setattr(nn.Module, "named_modules", noted)
+        model(torch.ones(4, 4))
+    assert model not in walked
 
 
 def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
