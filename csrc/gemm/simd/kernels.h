@@ -93,13 +93,14 @@ bool contradicts(
     finite |= masks;
   }
   if (differs != 0 || finite == 0) return differs != 0;
+  const double relative = m.steps * m.eps;  // The largest fp64 times `steps` would be INF.
   int64_t wrong = 0;
   for (int64_t j = 0; j < count; ++j) {
     const Bits size = addend[j] & kMagnitude<Bits>;
     const bool masks = size >= least && size < Format<E>::infinity;
     const double product = Format<E>::value(plain[j]), mask = Format<E>::value(addend[j]) * m.beta;
     const double error = __builtin_fabs(Format<E>::value(c[j]) - product - mask);
-    const double most = (__builtin_fabs(mask) * m.steps + __builtin_fabs(product) * 2) * m.eps;
+    const double most = __builtin_fabs(mask) * relative + __builtin_fabs(product) * 2 * m.eps;
     wrong += masks && !(error <= most) ? 1 : 0;
   }
   return wrong != 0;

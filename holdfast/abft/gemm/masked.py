@@ -75,7 +75,7 @@ class Unmasked:
         )
         wrong = self.mask & ~torch.stack([*equal]).any(0)
         eps, steps = torch.finfo(masked.dtype).eps, 2 + self.gemm.a.shape[-1] / SHORTEST_CHAIN
-        near = eps * (steps * self.added.abs() + 2 * unmasked.double().abs())
+        near = eps * steps * self.added.abs() + 2 * eps * unmasked.double().abs()
         wrong &= self.added.isinf() | ~((masked.double() - sums).abs() <= near)
         return wrong & ~self._within_worst_case(masked, wrong)
 
@@ -86,8 +86,10 @@ class Unmasked:
         for batch, row in (as_batch(wrong).any(-1)).nonzero().tolist():
             exact, magnitude, bound = exact_rows(gemm, batch, torch.tensor([row]))
             actual = as_batch(masked)[batch, row].double()
-            overflows = (magnitude[0] > torch.finfo(masked.dtype).max / 2) & actual.isinf()
-            near = (actual - exact[0]).abs() <= bound[0]
+            # Beside a mask of the largest fp64 value the bound may be INF, and bounds nothing.
+            near = bound[0].isfinite() & ((actual - exact[0]).abs() <= bound[0])
+            reached = magnitude[0] + bound[0] > torch.finfo(masked.dtype).max
+            overflows = reached & actual.isinf()
             finite = as_batch(self.added)[batch, row].isfinite()
             within[batch, row] = finite & (near | (overflows & (actual.sign() == exact[0].sign())))
         return within.reshape(wrong.shape)

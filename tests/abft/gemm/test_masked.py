@@ -162,6 +162,34 @@ def test_an_element_that_lost_its_mask_is_masked_again(value: float) -> None:
     assert repr(event.detail["corrupted"]) == repr(value)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "mask", "value"),
+    [
+        (torch.float64, torch.finfo(torch.float64).min, 1000.0),  # bounds of it would be INF
+        (torch.float16, -60000.0, -torch.inf),  # no sum of these comes near the largest fp16
+        (torch.float32, -1e9, -1e9 - 4096),
+    ],
+)
+def test_an_element_that_lost_a_finite_mask_is_masked_again(
+    dtype: torch.dtype, mask: float, value: float
+) -> None:
+    a, b = operands("baddbmm", dtype)
+    addend = torch.zeros(BATCH, 1, N, dtype=dtype)
+    addend[..., -3:] = mask
+    expected = torch.baddbmm(addend, a, b)
+    outcomes = []
+    for verify in (False, True):
+        with holdfast.protect(nn.Identity(), verify=verify):
+            assert equal([torch.baddbmm(addend, a, b), expected])
+            assert "gemm_fault" not in kinds()
+            with struck((1, 4, N - 1), value):
+                outcomes.append(torch.baddbmm(addend, a, b))
+    harmed, repaired = outcomes
+    assert not equal([harmed, expected])
+    assert equal([repaired, expected])
+    assert "gemm_fault" in kinds()
+
+
 def test_a_kernel_that_repeats_its_error_beside_a_mask_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
