@@ -73,10 +73,11 @@ _WITHOUT_PRODUCTS = frozenset(
 
 
 def _may_multiply(module: nn.Module, root: nn.Module) -> bool:
-    """Return whether products may be computed in a module, so that it needs hooks.
+    """Return whether a module needs hooks, because it or its modules may compute products.
 
-    A Sequential of modules without products needs none, unless it is the root. Any other gets them:
-    blocks compiled one by one share a graph, and only hooks tell them apart.
+    A Sequential computes none itself, and needs hooks only around modules that do: blocks that are
+    compiled one by one share a graph, and only the hooks tell whose products are computed. The root
+    always needs them, since modules in it may be replaced later.
     """
     if type(module) is nn.Sequential and module is not root:
         return any(_may_multiply(each, root) for each in module)

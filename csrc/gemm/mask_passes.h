@@ -23,6 +23,7 @@ struct Masking {
 };
 
 struct MaskPasses {
+  // Extends what is known of the magnitudes of other elements by those of `count` more.
   void (*magnitudes)(Element, const void* addend, int64_t count, Magnitudes&);
   // Writes the addend with 0 in place of what masks.
   void (*unmask)(Element, const void* addend, int64_t count, int64_t least, void* to);

@@ -35,7 +35,7 @@ class Scenario:
     seed: int
 
     def serve(self, mode: str, due_s: Sequence[float] = (), warm: int = 0) -> Served:
-        """Every request once, in one of ``MODES``; the first ``warm`` also before the clock."""
+        """Answer every request once in one of ``MODES``; ``warm`` of them before, uncounted."""
         with MODES[mode](self.model):
             answer = answering(self.model)
             for request in self.requests[:warm]:

@@ -6,6 +6,9 @@ roundings that hide any fault in the other elements. The same kernel therefore c
 again with 0 in place of the mask, and that product is verified. The masked product must equal it
 bit for bit beside the mask. Under the mask it must be the addend's INF, or the addend plus the
 unmasked product up to rounding.
+
+Not covered: where a healthy kernel may overflow, because the magnitudes of a finite mask and of the
+product add up to more than the dtype holds (a mask of ``finfo.min``), INF of the sum's sign passes.
 """
 
 from dataclasses import dataclass, replace
