@@ -64,7 +64,11 @@ def test_faults_that_queued_checks_find_are_repeated_away(
     result = train(run_dir, settings(queued_checks=True), faults)
     assert result.digests == calm().digests
     answered = [(each.op, each.seen_by, each.rung) for each in outcomes(result.events)]
-    assert answered == [(op, "checksum", "recompute") for op in (*ops, ops[0])]
+    assert answered[:-1] == [(op, "checksum", "recompute") for op in ops]
+    # The last fault damages a weight, perhaps before it is copied: then only an older snapshot has
+    # the right bits.
+    mended = [e for e in result.events if e.kind == "state_fault" and e.rung == "correct"]
+    assert answered[-1:] == [(ops[0], "checksum", "recompute" if mended else "rollback")]
 
 
 def _steps_reported(run_dir: Path) -> int:
