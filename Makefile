@@ -103,6 +103,7 @@ campaign-attention: setup
 SANITIZED := build/sanitized
 SANITIZERS := address,undefined
 SANITIZED_TESTS := $(wildcard tests/test_native.py tests/digest/test_digest_kernels.py tests/abft/int8_gemm tests/abft/embedding_bag \
+	tests/abft/gemm/test_masked.py tests/abft/gemm/test_operand_shapes.py \
 	tests/abft/attention/test_fused_*.py)
 
 test-sanitize: setup
