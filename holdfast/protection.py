@@ -30,7 +30,6 @@ from holdfast.abft.coverage import (
     order,
     static,
 )
-from holdfast.abft.frequency import due
 from holdfast.abft.gemm import compiled, row_tolerances
 from holdfast.abft.gemm.devices import (
     CPU,
@@ -233,8 +232,9 @@ class Protection:
         self._threshold = row_tolerances.chosen(threshold, model.parameters())
         self.frequency = config.value("protect.frequency", frequency, 1.0)
         convolved = config.value("protect.convolutions", convolutions, policy.CONVOLUTIONS)
-        for each in (self.frequency, convolved):
-            due(0, each)  # raises if it is no share
+        for name, given in (("frequency", self.frequency), ("convolutions", convolved)):
+            if not isinstance(given, int | float) or not 0 <= given <= 1:
+                raise ValueError(f"{name} = {given!r} must be between 0 (never) and 1 (always)")
         self._policy = Policy(correction, strict, convolved)
         self.model = model
         _refuse_scripted(model)

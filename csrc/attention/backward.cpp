@@ -488,7 +488,9 @@ class Backward {
       if (s.excused[i] != 0) continue;
       const double total = s.row(Row::p_total)[i];
       const bool empty = total == 0 && !(s.row(Row::lse)[i] > 0 || s.row(Row::lse)[i] < 0);
-      if (!empty && !(std::abs(total - 1) <= s.row(Row::slack)[i])) {
+      // An error of the logsumexp moves the logarithm of the sum.
+      const bool one = 1 - total <= s.row(Row::slack)[i] && total <= s.row(Row::most)[i];
+      if (!empty && !one) {
         if (excuse(at, matrix, i, s)) continue;
         // The sum is below 1 if only some keys are given, but the logsumexp is that of all keys.
         const Verdict if_so = total < 1 ? Verdict::dismissed : Verdict::operand;

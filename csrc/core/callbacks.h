@@ -65,7 +65,7 @@ struct Suspicion {
   const Encoding& encoding;
   const at::Tensor& rows;  // What count_suspects() or verify() found.
   bool kept;  // The encoding was made by an earlier operation.
-  std::function<at::Tensor()> rerun;
+  std::function<at::Tensor(const std::optional<at::Tensor>&)> compute;
 };
 
 inline auto& on_suspect = *new Callback<const Suspicion&>;

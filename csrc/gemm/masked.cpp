@@ -97,10 +97,12 @@ int64_t rows_that_contradict(
   const MatrixBatch of_c = by_rows(c, c), plain = by_rows(unmasked, c);
   const MatrixBatch addend = by_rows(*problem.addend, c);
   const Element element = element_of(c.scalar_type());
+  const double eps = format_of(element_of(problem.a.scalar_type())).eps;
+  // Narrower elements are added up in fp32.
+  const double finer = std::min<double>(1, std::numeric_limits<float>::epsilon() / eps);
   const Masking masking{
-      element, magnitude_of(element, least), problem.beta,
-      format_of(element_of(problem.a.scalar_type())).eps,
-      2 + static_cast<double>(problem.a.size(-1)) / kShortestChain};
+      element, magnitude_of(element, least), problem.beta, eps,
+      2 + finer * static_cast<double>(problem.a.size(-1)) / kShortestChain};
   std::atomic<int64_t> count{0};
   const int64_t columns = of_c.size(2);
   for_row_blocks(of_c, 3 * columns, kRowsPerTask, [&](int64_t b, int64_t begin, int64_t end) {

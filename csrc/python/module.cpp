@@ -185,7 +185,7 @@ void set_handlers(
     call([&] {
       return py::make_tuple(
           name_of(s.key), describe(s.problem, s.encoding), s.output, s.rows, s.kept,
-          py::cpp_function(s.rerun));
+          py::cpp_function(s.compute));
     });
   });
   on_damaged_encoding.set([call = Callable(std::move(damage))](const SiteKey& key) {

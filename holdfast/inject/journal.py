@@ -2,7 +2,6 @@
 
 import json
 import platform
-import re
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
@@ -59,22 +58,26 @@ class Journal:
 
     def _load(self, path: object, header: Mapping[str, object]) -> None:
         self._file.seek(0)
-        whole = re.sub(r"[^\n]+\Z", "", self._file.read())
-        self._file.truncate(len(whole.encode()))
-        if not whole:
+        read = self._file.read()
+        whole = read[: read.rfind("\n") + 1]
+        if json.dumps(header).startswith(read):  # empty, or killed while it was begun
+            self._file.truncate(0)
             self._write(header)
             return
         try:
             found, *rows = [dict(json.loads(line)) for line in whole.splitlines()]
             self.done = {row.pop("cell"): row for row in rows}
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path} is damaged: {error}; name a new directory") from error
+            raise ConfigError(
+                f"{path} is no journal of a campaign or study, or is damaged ({error}); it is left "
+                "as it is: name another place"
+            ) from error
         for name in (name for name in header if found.get(name) != header[name]):
             raise ConfigError(
-                f"{path} is of another campaign: {name} was {found.get(name)}, now it is "
-                f"{header[name]}; repeat the former options to continue it, or name another "
-                "directory"
+                f"{path} is of another campaign or study: {name} was {found.get(name)}, now it is "
+                f"{header[name]}; repeat the former options to continue it, or name another place"
             )
+        self._file.truncate(len(whole.encode()))
 
 
 def _opened(path: Path) -> TextIO:
@@ -82,10 +85,10 @@ def _opened(path: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; name a writable directory"
-        ) from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another place") from error
     if not try_lock(file.fileno()):
         file.close()
-        raise ConfigError(f"another campaign is writing {path}: wait for it, or name another place")
+        raise ConfigError(
+            f"another campaign or study is writing {path}: wait for it, or name another place"
+        )
     return file

@@ -51,7 +51,8 @@ def on_convolution(
     This is the native core's handler; ``arguments`` are those of ``Convolution``.
     """
     convolution = Convolution(*arguments)
-    if not convolution.images.numel() or not convolution.weight.numel():
+    operands = convolution.images, convolution.weight, gradient
+    if any(each is not None and not each.numel() for each in operands):
         return
     if gradient is None:
         roles = [site[3]]

@@ -44,7 +44,8 @@ def predicted(
     """
     inner, columns = b.shape
     positions = encoding(columns, accumulate=torch.float64)
-    sums, added = alpha * (a @ positions.sums(b)), torch.zeros((), dtype=torch.float64)
+    # One pass over b, whose fp64 elements no setting rounds.
+    sums, added = alpha * (a @ (b @ positions.table.mT)), torch.zeros((), dtype=torch.float64)
     if addend is not None:
         sums, added = sums + positions.sums(addend), addend.square().sum(-1)
     statistics = rounding.statistics(b, operand)

@@ -18,6 +18,7 @@ import torch
 from holdfast.abft.gemm.correction import exact_rows, full_addend
 from holdfast.abft.gemm.reference import as_batch
 from holdfast.abft.thresholds.chains import LEAST as SHORTEST_CHAIN
+from holdfast.abft.thresholds.protocol import ACCUMULATION
 from holdfast.sites import Gemm
 
 LEAST = 4096.0  # magnitude from which a finite value may be a mask
@@ -77,8 +78,10 @@ class Unmasked:
             for each in expected
         )
         wrong = self.mask & ~torch.stack([*equal]).any(0)
-        eps, steps = torch.finfo(masked.dtype).eps, 2 + self.gemm.a.shape[-1] / SHORTEST_CHAIN
-        near = eps * steps * self.added.abs() + 2 * eps * unmasked.double().abs()
+        eps = torch.finfo(masked.dtype).eps
+        finer = torch.finfo(ACCUMULATION[masked.dtype]).eps
+        added = 2 * eps + finer * self.gemm.a.shape[-1] / SHORTEST_CHAIN
+        near = added * self.added.abs() + 2 * eps * unmasked.double().abs()
         wrong &= self.added.isinf() | ~((masked.double() - sums).abs() <= near)
         return wrong & ~self._within_worst_case(masked, wrong)
 

@@ -1,13 +1,14 @@
 """Diagnosis of matrix product rows whose check failed; ``abft.policy`` handles the findings.
 
 A row over its threshold is only suspected, and diagnosed in this order. Rows whose operands hold
-NaN or INF are reported as suspect inputs. A second kernel computes the product (``second_kernel``):
-if all suspect rows agree with it to within T, only the encoding of B is left to be looked at, and
-the rounding errors just added up. Otherwise the same kernel computes the product again, and rows
-that differ are replaced. If it repeats bit for bit, B is encoded again and compared with its
-checksums: damaged checksums are replaced, and a damaged B is a fault of memory. Otherwise the rows
-that the second kernel contradicts are compared with fp64 arithmetic and a worst-case bound, and
-with what the same kernel computes in other columns.
+NaN or INF are reported as suspect inputs. The same kernel computes the product again: if the result
+differs and passes its check, the rows that differ are replaced. Otherwise a second kernel computes
+it too (``second_kernel``): if all suspect rows agree with it to within T, only the encoding of B is
+left to be looked at, and the rounding errors just added up. If rows do not agree and the product
+repeats bit for bit, B is encoded again and compared with its checksums: damaged checksums are
+replaced, and a damaged B is a fault of memory. If B is as it was, the rows that the second kernel
+contradicts are compared with fp64 arithmetic and a worst-case bound, and with what the same kernel
+computes in other columns.
 """
 
 import logging
@@ -67,6 +68,7 @@ class SuspectProduct:
         forget: Drops the kept checksums of B.
         correction: One of ``policy.CORRECTIONS``; if empty, that of the site's policy.
         encode: Computes the checksums of B again, in the way in which they were computed.
+        with_addend: Computes the product with another addend, if the same kernel can be asked.
         device: Device that computed the product, whose operands and result are on CPU.
         started_s: Time at which the check failed, on ``time.perf_counter``, in seconds.
     """
@@ -80,6 +82,7 @@ class SuspectProduct:
     forget: Callable[[], None] = lambda: None
     correction: str = ""
     encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = encode
+    with_addend: Callable[[torch.Tensor | None], torch.Tensor] | None = None
     device: str = "cpu"
     started_s: float = field(default_factory=time.perf_counter)
 
@@ -108,13 +111,16 @@ def on_suspect_rows(
     output: torch.Tensor,
     rows: torch.Tensor,
     kept: bool,
-    rerun: Callable[[], torch.Tensor],
+    compute: Callable[[torch.Tensor | None], torch.Tensor],
 ) -> None:
-    """Resolve suspect rows of an intercepted product, as the native core's handler for them."""
+    """Resolve suspect rows of an intercepted product, as the native core's handler for them.
+
+    ``compute`` runs the product's own kernel with another addend, or with None again.
+    """
     assert native.core is not None
     gemm = Gemm(*problem)  # type: ignore[arg-type]
-    forget = partial(native.core.forget, gemm.b)
-    resolve(SuspectProduct(site, gemm, output, rows, kept, rerun, forget))
+    forget, rerun = partial(native.core.forget, gemm.b), partial(compute, None)
+    resolve(SuspectProduct(site, gemm, output, rows, kept, rerun, forget, with_addend=compute))
 
 
 def report_damaged_encoding(site: SiteTuple) -> None:
@@ -136,7 +142,11 @@ def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _beside_mask(suspect: SuspectProduct, correction: str) -> Findings:
     """Diagnose rows whose addend masks, by the same product without the mask (see ``masked``)."""
     unmasked = Unmasked.of(suspect.gemm)
-    again = unmasked.compute(suspect.output)
+    if suspect.with_addend is None:
+        compute = partial(unmasked.compute, suspect.output)
+    else:
+        compute = partial(suspect.with_addend, unmasked.gemm.addend)
+    again = compute()
     yield from _of_mask(suspect, unmasked, again)
     revealed = unmasked.where(again, suspect.output)
     before = revealed.clone()
@@ -145,7 +155,7 @@ def _beside_mask(suspect: SuspectProduct, correction: str) -> Findings:
         gemm=unmasked.gemm,
         output=revealed,
         rows=verify_gemm(unmasked.gemm, revealed),
-        rerun=partial(unmasked.compute, suspect.output),
+        rerun=compute,
     )
     yield from _of_rows(plain, correction, differing_rows(revealed, again))
     if not _same_bits(revealed, before):
@@ -155,6 +165,7 @@ def _beside_mask(suspect: SuspectProduct, correction: str) -> Findings:
 def _of_mask(suspect: SuspectProduct, unmasked: Unmasked, product: torch.Tensor) -> Findings:
     """Find wrong elements under the mask, and replace them by a second computation."""
     wrong = unmasked.wrong(suspect.output, product)
+    wrong &= ~_rows_without_beta(suspect).view(*wrong.shape[:-1], 1)
     if not wrong.any():
         return
     rows = as_batch(wrong).any(-1)
@@ -180,7 +191,7 @@ def _of_rows(
     unexplained = _unexplained(suspect.gemm, suspect.rows, over)
     explained = over & ~unexplained
     if differing is not None and differing.any():
-        unexplained |= differing & ~_nonfinite_operand_rows(suspect.gemm)
+        unexplained |= differing & ~_nonfinite_operand_rows(suspect.gemm, differing)
     if explained.any():
         count = int(explained.sum())
         yield SuspectInput(EventKind.NONFINITE_INPUT, count, "an operand is NaN or INF")
@@ -213,40 +224,41 @@ def _by_recomputing(
 ) -> Findings:
     """Compute the product again; replace rows that differ, and diagnose those that do not.
 
-    The rows ``by_bound`` are suspect for their checksum alone: they are not computed again if a
+    The rows ``by_bound`` are suspect for their checksum alone: they are right if they repeat and a
     second kernel agrees to within T.
     """
-    doubtful = suspects & ~_confirmed(suspect, by_bound)
-    if not doubtful.any():
-        yield from _of_repeated(suspect, suspects, doubtful)
-        return
     again = suspect.rerun()
-    if _same_bits(again, suspect.output):
+    changed = differing_rows(again, suspect.output)
+    left = _still_suspect(suspect.gemm, again) if changed.any() else suspects
+    if not left.any():  # the usual case: nothing else has to be computed
+        yield _recomputed(suspect, again, changed)
+        return
+    doubtful = suspects & ~_confirmed(suspect, by_bound)
+    if not changed.any() or not doubtful.any():
         yield from _of_repeated(suspect, suspects, doubtful)
         return
-    left: list[torch.Tensor] = []  # of the latest result, the rows that are suspect
 
     def sound(result: torch.Tensor) -> bool:
-        left[:] = [_still_suspect(suspect.gemm, result)]
-        return not left[0].any()
+        return not _still_suspect(suspect.gemm, result).any()
 
     before = suspect.output.clone()
-    settled: torch.Tensor | None = again
-    if not sound(again):
-        settled = settle_by_recomputing(
-            suspect.rerun, sound, _same_bits, (before, again), RECOMPUTATIONS - 1
-        )
+    settled = settle_by_recomputing(
+        suspect.rerun, sound, _same_bits, (before, again), RECOMPUTATIONS - 1
+    )
     if settled is None:
         yield Unrepaired(EventKind.GEMM_PERSISTENT, "no two recomputations agree")
         return
     changed = differing_rows(settled, before)
-    reason = f"row {_first(changed)} differs from its recomputation" if changed.any() else ""
-    if reason and not (yield _repair(suspect, settled, changed, "recompute", reason)):
+    if changed.any() and not (yield _recomputed(suspect, settled, changed)):
         return
-    if left[0].any():
-        remaining = _still_suspect(suspect.gemm, settled)
-        if remaining.any():
-            yield from _of_repeated(suspect, remaining, remaining)
+    remaining = _still_suspect(suspect.gemm, settled)
+    if remaining.any():
+        yield from _of_repeated(suspect, remaining, remaining)
+
+
+def _recomputed(suspect: SuspectProduct, right: torch.Tensor, changed: torch.Tensor) -> Repair:
+    reason = f"row {_first(changed)} differs from its recomputation"
+    return _repair(suspect, right, changed, "recompute", reason)
 
 
 def _confirmed(suspect: SuspectProduct, suspects: torch.Tensor) -> torch.Tensor:
@@ -327,13 +339,13 @@ def _by_exact_arithmetic(
 
 
 def _rows_without_beta(suspect: SuspectProduct) -> torch.Tensor:
-    """Find rows that torch's bf16 kernels leave unwritten at alpha = 0, bool [batch, M].
+    """Find rows that torch's 16-bit kernels leave unwritten at alpha = 0, bool [batch, M].
 
     oneDNN's ``baddbmm`` and ``addmv`` then return the addend itself in place of ``beta · addend``,
     and with beta = 0 whatever the memory of the result held before.
     """
     gemm, output = suspect.gemm, suspect.output
-    known = suspect.site[1] in ("baddbmm", "addmv") and gemm.a.dtype is torch.bfloat16
+    known = suspect.site[1] in ("baddbmm", "addmv") and gemm.a.dtype.itemsize == 2
     if not known or gemm.alpha != 0 or gemm.addend is None:
         return torch.zeros(suspect.rows.shape[1:], dtype=torch.bool)
     if gemm.beta == 0:
@@ -344,7 +356,7 @@ def _rows_without_beta(suspect: SuspectProduct) -> torch.Tensor:
 @cache
 def _warn_of_torch() -> None:
     _logger.warning(
-        "torch computes baddbmm and addmv in bf16 with alpha = 0 wrongly: beta is left out, and "
+        "torch computes baddbmm and addmv in 16 bits with alpha = 0 wrongly: beta is left out, and "
         "with beta = 0 the result is never written. Such products are not verified; use "
         "beta * input in their place"
     )
@@ -408,17 +420,19 @@ def _first(mask: torch.Tensor) -> int:
     return int(mask.flatten().nonzero()[0]) % mask.shape[-1]
 
 
-def _nonfinite_operand_rows(gemm: Gemm) -> torch.Tensor:
-    """Find the rows of C that a NaN or INF in A, B or the addend reaches, bool [batch, M].
+def _nonfinite_operand_rows(gemm: Gemm, among: torch.Tensor) -> torch.Tensor:
+    """Find the rows of C, ``among`` these, that a NaN or INF in A, B or the addend reaches.
 
     A value of B counts only where B's checksum is not finite either: B was then NaN or INF before
-    it was encoded, and not damaged since.
+    it was encoded, and not damaged since. ``among`` and the result are bool [batch, M].
     """
-    in_b = ~as_batch(gemm.b).isfinite().all(-1) & ~gemm.row_sum.isfinite()
-    rows = ~as_batch(gemm.a).isfinite().all(-1) | in_b.any(-1, keepdim=True)
+    reached = ~as_batch(gemm.a)[among].isfinite().all(-1)
+    if not gemm.row_sum.isfinite().all():
+        in_b = ~as_batch(gemm.b).isfinite().all(-1) & ~gemm.row_sum.isfinite()
+        reached |= in_b.any(-1, keepdim=True).expand_as(among)[among]
     if gemm.addend is not None and gemm.beta != 0:
-        rows = rows | ~as_batch(full_addend(gemm)).isfinite().all(-1)
-    return rows
+        reached |= ~as_batch(full_addend(gemm))[among].isfinite().all(-1)
+    return among.masked_scatter(among, reached)
 
 
 def _still_suspect(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
@@ -432,4 +446,4 @@ def _unexplained(gemm: Gemm, rows: torch.Tensor, over: torch.Tensor) -> torch.Te
     # Non-finite operands make residual or threshold non-finite: else there is nothing to look for.
     if rows[:2].isfinite().all(0)[over].all():
         return over.clone()
-    return over & ~_nonfinite_operand_rows(gemm)
+    return over & ~_nonfinite_operand_rows(gemm, over)

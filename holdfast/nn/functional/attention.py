@@ -75,11 +75,15 @@ def scaled_dot_product_attention_varlen(
     ends = cu_seq_q.tolist(), cu_seq_k.tolist()
     lengths = q, k = [[b - a for a, b in pairwise(each)] for each in ends]
     whole = [(each[:1], sum(of)) for each, of in zip(ends, lengths, strict=True)]
-    if whole != [([0], len(query)), ([0], len(key))] or not len(q) == len(k) or min(q + k) < 0:
-        raise ValueError(f"cumulative lengths {ends}: give each from 0 to the total, increasing")
+    fit = whole == [([0], len(query)), ([0], len(key))] and len(q) == len(k) and q != []
+    if not fit or min(q + k) < 0 or cu_seq_q.is_floating_point() or cu_seq_k.is_floating_point():
+        wrong = f"cumulative lengths {ends}: give integers, increasing from 0 to the total"
+        raise ValueError(f"{wrong}, of at least one sequence")
     slopes, found = [alibi_slopes] * len(k), []
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         slopes = list(alibi_slopes)
+        if len(slopes) != len(k):
+            raise ValueError(f"alibi_slopes of {len(slopes)} sequences: there are {len(k)}")
     for *each, of_one in zip(query.split(q), key.split(k), value.split(k), slopes, strict=True):
         a, b, c = (x.transpose(0, 1) for x in each)
         found.append(_attend(b.shape[1] - a.shape[1], a, b, c, alibi_slopes=of_one, **options))

@@ -94,8 +94,8 @@ def overheads(bare: Run, variants: Mapping[str, Run], pairs: int) -> tuple[float
     return median(times), {name: 100 * (median(found) - 1) for name, found in ratios.items()}
 
 
-def attention_of(case: Subject) -> Run:
-    """Return a forward and backward pass of the first attention block, with its real inputs."""
+def attention_call(case: Subject) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
+    """Return a forward pass of the first attention block with its real inputs, and its leaves."""
     block = case.model.get_submodule(BLOCKS[case.name])
     config: Any = case.model.config
     config.use_cache = False  # the cache of keys and values would grow with every run
@@ -108,12 +108,22 @@ def attention_of(case: Subject) -> Run:
     hook.remove()
     (first, *args), kwargs = given[0]
     hidden = first.detach().clone().requires_grad_()
-    wanted = [hidden, *block.parameters()]
+
+    def forward() -> torch.Tensor:
+        output = block(hidden, *args, **kwargs)
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    return [hidden, *block.parameters()], forward
+
+
+def attention_of(case: Subject) -> Run:
+    """Return a forward and backward pass of the first attention block, with its real inputs."""
+    leaves, forward = attention_call(case)
 
     def run() -> None:
-        output = block(hidden, *args, **kwargs)
-        output = output[0] if isinstance(output, tuple) else output
-        torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+        output = forward()
+        torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
 
     return run
 
@@ -133,7 +143,7 @@ def sections_of(case: Subject, heads: int) -> tuple[nn.Module, Run]:
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     middle = replace(SMALL, width=256, inner=1024, length=128, batch=4)
     size = settings.choose(TINY, middle, BASE)
-    pairs = settings.choose(2, 15, 15)
+    pairs = settings.choose(2, 15, 7)  # a step of full size takes seconds
     task = task_for(size, settings.choose(40, 200, 2000), settings.seed)
     progress.begin(float(2 * len(PAPER_MODELS)))
     later = []

@@ -5,7 +5,7 @@ alternative is the paper's: the state is saved at every step, and after a fault 
 step repeated. Saving does not wait for the disk, so that it seems cheaper than it is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product as every
 from pathlib import Path
@@ -19,9 +19,10 @@ from holdfast.events import EventKind
 from holdfast.protection import protect
 from holdfast_lab.study.attnchecker.finetune import Trainer, task_for
 from holdfast_lab.study.attnchecker.models import BASE, PAPER_MODELS, SMALL, TINY
+from holdfast_lab.study.attnchecker.overhead import attention_call
 from holdfast_lab.study.attnchecker.paper import CORRECTIONS, RESTORE, TIMES_CHEAPER
 from holdfast_lab.study.attnchecker.probe import NAMES, TYPES, Probe, Strike
-from holdfast_lab.study.attnchecker.subjects import GEMMS, Batch
+from holdfast_lab.study.attnchecker.subjects import GEMMS, Subject
 from holdfast_lab.study.plots import line
 from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study, watched
 from holdfast_lab.study.timing import median_s
@@ -32,17 +33,23 @@ MODES = ("recompute", "checksum")
 
 
 def correction_s(
-    trainer: Trainer, batch: Batch, strike: Strike, correction: str, trials: int
+    case: Subject,
+    forward: Callable[[], object],
+    strike: Strike,
+    correction: str,
+    trials: int,
 ) -> list[float]:
-    """Return the seconds of each of ``trials`` corrections of a fault in the forward pass.
+    """Return the seconds of each of ``trials`` corrections of a fault in an attention block.
 
-    All faults must be repaired. The events of this process are cleared.
+    ``forward`` computes the block alone (``attention_call``): the first passes of a whole model
+    under ``protect`` also look for operators of other packages. All faults must be repaired. The
+    events of this process are cleared.
     """
     events.clear()
-    with protect(trainer.model, correction=correction), torch.no_grad():
+    with protect(case.model, correction=correction), torch.no_grad():
         for _ in range(trials):
-            with sites.injecting(Probe(trainer.subject, strike, keep=False)) as probe:
-                trainer.loss(batch)
+            with sites.injecting(Probe(case, strike, keep=False)) as probe:
+                forward()
             assert probe.struck, strike.matrix
     found = [
         event for event in events.recent() if event.kind == EventKind.GEMM_FAULT and event.rung
@@ -77,6 +84,8 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     for name in watched(PAPER_MODELS, progress):
         trainer = Trainer(name, size, task, seed=settings.seed)
         batch = next(trainer.batches(1))
+        case = replace(trainer.subject, batch=batch)
+        _, forward = attention_call(case)
         with protect(trainer.model):
             trainer.train(2)
             step_s = median_s(lambda: trainer.update(trainer.loss(batch)), trials)  # noqa: B023
@@ -85,9 +94,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
             generator = settings.generator("recovery", name, correction, matrix)
             times = {
                 kind: median(
-                    correction_s(
-                        trainer, batch, Strike(matrix, kind, generator), correction, trials
-                    )
+                    correction_s(case, forward, Strike(matrix, kind, generator), correction, trials)
                 )
                 for kind in TYPES
             }

@@ -306,3 +306,14 @@ def test_what_is_left_to_torch_is_listed() -> None:
             forward(q, q, q, 0.5)
         (site,) = protection.report().sites
     assert (site.covered, site.reason) == (False, "dropout within fused attention")
+
+
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_a_finite_mask_hides_whole_raise_nothing(dtype: torch.dtype) -> None:
+    """At -1e9 the logarithm of 4,096 keys is less than a rounding of the logsumexp."""
+    q, k, v = (torch.randn(1, 1, n, 16, dtype=dtype).requires_grad_() for n in (4, 4096, 4096))
+    mask = torch.zeros(1, 1, 4, 4096, dtype=dtype)
+    mask[:, :, 1] = -1e9
+    with holdfast.protect(nn.Identity()):
+        F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum().backward()
+    assert kinds() == []

@@ -1,6 +1,8 @@
 """A mask of INF in the addend: no fault, and none of the other elements goes unverified."""
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -194,20 +196,24 @@ def test_a_kernel_that_repeats_its_error_beside_a_mask_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     a, b = operands("baddbmm", torch.float32)
-    correct = torch.baddbmm
+    resolve = suspects.resolve
 
-    def wrong(*args: torch.Tensor, **options: object) -> torch.Tensor:
-        result = correct(*args, **options)  # type: ignore[call-overload]
-        result[1, 4, 1] = 50.0
-        return result
+    def repeated(suspect: suspects.SuspectProduct) -> None:
+        def wrong(addend: torch.Tensor | None = None) -> torch.Tensor:
+            assert suspect.with_addend is not None
+            result = suspect.rerun() if addend is None else suspect.with_addend(addend)
+            result[1, 4, 1] = 50.0
+            return result
 
-    monkeypatch.setattr(torch, "baddbmm", wrong)
+        resolve(replace(suspect, rerun=wrong, with_addend=wrong))
+
+    monkeypatch.setattr(suspects, "resolve", repeated)
     with (
         holdfast.protect(nn.Identity()),
-        struck((1, 4, 1), 50.0, always=True),
+        struck((1, 4, 1), 50.0),
         pytest.raises(UncorrectableFault, match="repeats"),
     ):
-        correct(padding("baddbmm"), a, b)
+        torch.baddbmm(padding("baddbmm"), a, b)
     assert kinds() == ["gemm_persistent"]
 
 
@@ -283,3 +289,58 @@ def test_a_mask_of_a_negative_share_or_a_transposed_one_is_silent(
         (site,) = protection.report().sites
     assert events.recent() == []
     assert site.suspects == 0
+
+
+@for_each("dtype", [torch.bfloat16, torch.float16])
+def test_a_long_sum_of_narrow_elements_hides_no_more_under_a_mask(dtype: torch.dtype) -> None:
+    """It is accumulated in fp32, so that its roundings are far smaller than those of the mask."""
+    a, b = torch.randn(8, 4096).to(dtype), (torch.randn(4096, 16) / 64).to(dtype)
+    addend = torch.randn(8, 16).to(dtype)
+    addend[:, 7] = 5000.0
+    expected = torch.addmm(addend, a, b)
+    with holdfast.protect(nn.Identity()), struck((3, 7), lambda old: 0.95 * old):
+        assert same_bits(torch.addmm(addend, a, b), expected)
+    assert kinds() == ["gemm_fault"]
+
+
+@for_each("dtype", DTYPES)
+@for_each("mask", [-torch.inf, -1e4])
+@for_each("by_columns", [False, True])
+def test_strided_vectors_keep_torchs_bits(
+    dtype: torch.dtype, mask: float, by_columns: bool
+) -> None:
+    matrix, vector = torch.randn(129, 300).to(dtype), torch.randn(600).to(dtype)[::2]
+    matrix = matrix.t().contiguous().t() if by_columns else matrix
+    addend = torch.zeros(258, dtype=dtype)[::2]
+    addend[::3] = mask
+    expected = torch.addmv(addend, matrix, vector)
+    with holdfast.protect(nn.Identity()):
+        assert same_bits(torch.addmv(addend, matrix, vector), expected)
+        assert kinds() == []
+        with struck((0, 1), torch.nan):
+            assert same_bits(torch.addmv(addend, matrix, vector), expected)
+    assert kinds() == ["gemm_fault"]
+
+
+@for_each("masked", [False, True])
+def test_results_anywhere_in_memory_keep_torchs_bits(masked: bool) -> None:
+    """Kernels of vectors round by the address of their result, if two threads divide them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for rows, inner, offset in itertools.product((65, 128), (127, 257), (1, 3, 9)):
+            a, b = torch.randn(1, inner, rows).mT, torch.randn(1, inner, 1)
+            addend = torch.randn(1, rows, 1)
+            if masked:
+                addend[:, ::3] = -torch.inf
+            memory = torch.zeros(rows + offset)[offset:].view(1, rows, 1)
+            expected = torch.baddbmm(addend, a, b, out=memory).clone()
+            with holdfast.protect(nn.Identity()):
+                assert same_bits(torch.baddbmm(addend, a, b, out=memory), expected)
+                assert kinds() == []
+                with struck((0, 1, 0), torch.nan):
+                    assert same_bits(torch.baddbmm(addend, a, b, out=memory), expected)
+            assert kinds() == ["gemm_fault"]
+            events.clear()
+    finally:
+        torch.set_num_threads(threads)

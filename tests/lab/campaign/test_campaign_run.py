@@ -149,7 +149,9 @@ def test_another_plan_or_environment_is_refused(tmp_path, monkeypatch):
     plan = plan_of(faults=["inf"])
     run_campaign(plan, tmp_path, workers=1)
     before = (tmp_path / JOURNAL_NAME).read_bytes()
-    with pytest.raises(ConfigError, match=r"of another campaign: plan was .*name another dir"):
+    with pytest.raises(
+        ConfigError, match=r"of another campaign or study: plan was .*name another pl"
+    ):
         run_campaign(plan_of(faults=["nan"]), tmp_path, workers=1)
     with pytest.raises(ConfigError, match="of another campaign"):
         run_campaign(replace(plan, seed=9), tmp_path, workers=1)
@@ -162,7 +164,7 @@ def test_another_plan_or_environment_is_refused(tmp_path, monkeypatch):
 
 def test_a_directory_serves_one_campaign_at_a_time(tmp_path):
     plan = plan_of()
-    another = pytest.raises(ConfigError, match="another campaign is writing")
+    another = pytest.raises(ConfigError, match="another campaign or study is writing")
     with closing(open_journal(tmp_path, plan)), another:
         open_journal(tmp_path, plan)
     open_journal(tmp_path, plan).close()
@@ -174,8 +176,26 @@ def test_a_damaged_journal_is_refused(tmp_path, line):
     open_journal(tmp_path, plan).close()
     with (tmp_path / JOURNAL_NAME).open("a") as file:
         file.write(line)
+    before = (tmp_path / JOURNAL_NAME).read_bytes()
     with pytest.raises(ConfigError, match="is damaged"):
         open_journal(tmp_path, plan)
+    assert (tmp_path / JOURNAL_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ['{"precious": 1}', "a line\nand another"])
+def test_a_file_of_the_users_is_left_as_it_is(tmp_path, text):
+    (tmp_path / JOURNAL_NAME).write_text(text)
+    with pytest.raises(ConfigError, match="is no journal"):
+        open_journal(tmp_path, plan_of())
+    assert (tmp_path / JOURNAL_NAME).read_text() == text
+
+
+def test_a_journal_that_was_killed_at_its_first_line_begins_anew(tmp_path):
+    open_journal(tmp_path, plan_of()).close()
+    whole = (tmp_path / JOURNAL_NAME).read_bytes()
+    (tmp_path / JOURNAL_NAME).write_bytes(whole[:20])
+    open_journal(tmp_path, plan_of()).close()
+    assert (tmp_path / JOURNAL_NAME).read_bytes() == whole
 
 
 def test_an_unwritable_directory_is_refused(tmp_path):

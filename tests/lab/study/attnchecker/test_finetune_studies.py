@@ -21,6 +21,7 @@ from holdfast_lab.study.attnchecker import loss, recovery, vulnerability
 from holdfast_lab.study.attnchecker.docstrings import Task
 from holdfast_lab.study.attnchecker.finetune import Trainer, task_for
 from holdfast_lab.study.attnchecker.models import PAPER_MODELS, TINY
+from holdfast_lab.study.attnchecker.overhead import attention_call
 from holdfast_lab.study.attnchecker.probe import STRUCK, TYPES, Strike
 
 pytestmark = pytest.mark.study
@@ -155,7 +156,8 @@ def test_a_correction_that_is_not_made_is_an_error(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer("bert", TINY, task)
-    batch = next(trainer.batches(1))
+    case = replace(trainer.subject, batch=next(trainer.batches(1)))
+    _, forward = attention_call(case)
     monkeypatch.setattr(recovery, "protect", lambda model, correction: protect(model, verify=False))
     with pytest.raises(AssertionError, match="2 faults in Q were missed"):
-        recovery.correction_s(trainer, batch, strike("Q", "nan"), "recompute", 2)
+        recovery.correction_s(case, forward, strike("Q", "nan"), "recompute", 2)
