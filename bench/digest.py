@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.paired import paired
+from bench.paired import paired, positive, several
 from bench.rows import record
 from holdfast import _digest
 from holdfast.digest import reference
@@ -31,8 +31,8 @@ PIECE = 2**18
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=int, default=512, help="the memory gone through")
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--mb", type=positive, default=512, help="the memory gone through")
+    parser.add_argument("--pairs", type=several, default=9)
     parser.add_argument("--peers", action="store_true", help="xxh3-128 and BLAKE3 against ours")
     parser.add_argument("--xxhash-avx2", metavar="FILE", help="_xxhash built without AVX-512")
     given = parser.parse_args()

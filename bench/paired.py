@@ -1,5 +1,6 @@
 """Paired timing: A B A B …, and the ratio pair by pair, so that drift of the machine cancels."""
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,20 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 T = TypeVar("T")
+
+
+def positive(text: str) -> int:
+    """Read an option that is a number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def several(text: str) -> int:
+    """Read a number of pairs, of which quartiles are taken."""
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: quartiles need at least 2 pairs")
+    return int(text)
 
 
 def paired(

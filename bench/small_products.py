@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from bench.gemm import DTYPES, SAMPLE_S, gate, seconds_of, unverified
-from bench.paired import paired
+from bench.paired import paired, several
 from bench.rows import record
 from holdfast.protection import protect
 
@@ -113,9 +113,13 @@ def measure(candidate: Run, plain: Run, faults: int, pairs: int) -> dict[str, ob
 def main() -> None:
     """Measure every case, or those whose name contains what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=several, default=15)
     parser.add_argument("--case", action="append")
     args = parser.parse_args()
+    names = [name for name, *_ in cases()]
+    for part in args.case or []:
+        if not any(part in name for name in names):
+            parser.error(f"--case {part}: no case has this in its name: {', '.join(names)}")
     table = Table(*KEYS)
     for name, make, shape, count, faults in cases():
         for mode in ("inference", "training"):

@@ -49,4 +49,6 @@ def main(run_dir: str, steps: int = 24) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m examples.accelerate RUN_DIR")
     print(f"loss {main(sys.argv[1]):.4f}")

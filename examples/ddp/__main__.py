@@ -43,4 +43,6 @@ def train(run_dir: str, steps: int) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: torchrun --nproc-per-node 2 -m examples.ddp RUN_DIR")
     print(f"loss {main(sys.argv[1]):.4f}")

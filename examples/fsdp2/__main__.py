@@ -38,4 +38,6 @@ def main(run_dir: str, steps: int = 12) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: torchrun --nproc-per-node 2 -m examples.fsdp2 RUN_DIR")
     print(f"loss {main(sys.argv[1]):.4f}")

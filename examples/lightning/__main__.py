@@ -44,4 +44,6 @@ def main(run_dir: str) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m examples.lightning RUN_DIR")
     print(f"loss {main(sys.argv[1]):.4f}")

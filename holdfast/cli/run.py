@@ -6,6 +6,7 @@ import sys
 import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from tempfile import mkdtemp
 
 from holdfast import config
 from holdfast.cli.drain import Drain
@@ -95,13 +96,19 @@ def _run(options: argparse.Namespace, standby: Standby | None) -> int:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Check that a run directory is there or can be made."""
+    """Check that a run directory can be used, or be made."""
     for path in (run_dir, *run_dir.absolute().parents):
         if path.exists():
             if not path.is_dir():
                 raise ConfigError(
                     f"--run-dir {run_dir}: {path} is no directory: give that of a run, or a new one"
                 )
+            try:
+                Path(mkdtemp(dir=path)).rmdir()
+            except OSError as error:
+                raise ConfigError(
+                    f"--run-dir {run_dir}: no file can be made in {path}: {error.strerror}"
+                ) from error
             return
 
 

@@ -74,6 +74,8 @@ def _cores(text: str) -> list[int]:
         low, high = int(first), int(last if dash else first)
         if high > MOST_CORES:
             raise ConfigError(f"--cores {text}: no core has a number above {MOST_CORES}")
+        if low > high:
+            raise ConfigError(f"--cores {text}: {part} ends before it begins")
         cores += range(low, high + 1)
     return cores
 

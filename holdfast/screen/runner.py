@@ -124,7 +124,9 @@ class Request:
     @property
     def memory_of_each(self) -> int:
         """Memory in bytes that each unit fills with patterns."""
-        return self.memory_bytes or default_memory_bytes(self.units)
+        if self.memory_bytes is None:
+            return default_memory_bytes(self.units)
+        return self.memory_bytes
 
 
 def screen(

@@ -71,10 +71,15 @@ def run(args: argparse.Namespace) -> int:
         for option in ("plot", "export", "resume"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"--{option} goes with a study, not with {args.name!r}: name one")
+        if not args.kept.is_dir():
+            raise ConfigError(f"there is no folder {args.kept}: give --kept one of kept results")
         return _list(args) if args.name == LIST else _all(args)
     chosen, settings = _find(args.name), _settings(args)
     _check_plot(chosen, args.plot)
     _check_export(chosen, args.export)
+    if args.resume is not None and not _is_resumable(chosen):
+        can = ", ".join(one.name for one in study.REGISTRY.values() if _is_resumable(one))
+        raise ConfigError(f"{chosen.name} cannot be resumed, only {can}: leave out --resume")
     began = time.monotonic()
     with _threads(args.threads), _progress() as progress:
         rows = _rows(chosen, settings, args, progress)
@@ -102,11 +107,13 @@ def _rows(
     if args.resume is None:
         return list(chosen.run(settings, progress))
     run: Callable[..., Iterator[Row]] = chosen.run
-    if "journal" not in signature(run).parameters:
-        raise ConfigError(f"{chosen.name} cannot be resumed; leave out --resume")
     header = provenance(chosen.module) | {"effort": settings.effort, "seed": settings.seed}
     with closing(Journal(args.resume, header | {"threads": args.threads})) as journal:
         return list(run(settings, progress, journal))
+
+
+def _is_resumable(chosen: Study) -> bool:
+    return "journal" in signature(chosen.run).parameters
 
 
 @contextmanager
@@ -167,6 +174,8 @@ def _all(args: argparse.Namespace) -> int:
     for record in old:
         print(f"stale, run: {record.command}")
     if args.page.is_file() and read_text(args.page) == text:
+        if not old:
+            print(f"{args.page} is what {len(records)} results of the present code give")
         return int(bool(old))
     print(f"{args.page} is not what the results give, run: holdfast study {ALL}")
     return 1

@@ -304,13 +304,18 @@ REFUSED: list[tuple[type[Exception], str, tuple[torch.Tensor, ...], dict[str, ob
     (TypeError, "attn_mask torch.float64", (Q,) * 3, {"attn_mask": random(5, 5)}),
     (
         ValueError,
-        r"attn_mask torch.float32 \(1, 1, 5, 4\)",
+        r"attn_mask torch.float32 \(5, 4\)",
         (Q,) * 3,
         {"attn_mask": torch.zeros(5, 4)},
     ),
     (ValueError, "alibi_slopes", (Q,) * 3, {"alibi_slopes": torch.zeros(3)}),
     (ValueError, "window = 0", (Q,) * 3, {"window": 0}),
-    (ValueError, "dropout_p = 1.5", (Q,) * 3, {"dropout_p": 1.5}),
+    (ValueError, r"window = 2\.5", (Q,) * 3, {"window": 2.5}),
+    (ValueError, r"dropout_p = 1\.5", (Q,) * 3, {"dropout_p": 1.5}),
+    (ValueError, "dropout_p = 'a'", (Q,) * 3, {"dropout_p": "a"}),
+    (ValueError, "scale = nan", (Q,) * 3, {"scale": math.nan}),
+    (TypeError, "query is a list", ([1.0], Q, Q), {}),  # type: ignore[list-item]
+    (TypeError, "attn_mask is a list", (Q,) * 3, {"attn_mask": [True]}),
 ]
 
 
@@ -366,6 +371,21 @@ def test_wrong_cumulative_lengths_are_refused(ends: list[int]) -> None:
         scaled_dot_product_attention_varlen(
             *[packed] * 3, torch.tensor(ends, dtype=torch.int32), ENDS_Q
         )
+
+
+def test_wrong_packed_sequences_are_refused() -> None:
+    packed, ends = random(9, HEADS, WIDTH), torch.tensor([0, 9])
+    attend = scaled_dot_product_attention_varlen
+    with pytest.raises(ValueError, match="at least one sequence"):
+        attend(*[packed[:0]] * 3, ends[:1], ends[:1])
+    with pytest.raises(ValueError, match="give integers"):
+        attend(*[packed] * 3, ends.double(), ends)
+    with pytest.raises(TypeError, match="cu_seq_k is a list"):
+        attend(*[packed] * 3, ends, [0, 9])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"packed sequences \[\(1, 9,"):
+        attend(packed[None], packed, packed, ends, ends)
+    with pytest.raises(ValueError, match="of 2 sequences: there are 1"):
+        attend(*[packed] * 3, ends, ends, alibi_slopes=torch.ones(2, HEADS))
 
 
 @NATIVE

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,20 +57,35 @@ def scaled_dot_product_attention(
 
 def scaled_dot_product_attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
-    *, alibi_slopes: Tensor | None = None, **options: Any,
+    *, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, window: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend by ``scaled_dot_product_attention`` within each of several packed sequences.
+
+    The last query of a sequence is at the position of its last key, as in torch's ``varlen_attn``.
 
     Args:
         query: [total queries, H, E].
         key: [total keys, H, E].
-        value: [total keys, H, Ev]; the output is [total queries, H, Ev].
+        value: [total keys, H, Ev].
         cu_seq_q: int [batch + 1], cumulative lengths from 0 on; a compiled graph breaks here.
         cu_seq_k: int [batch + 1], likewise of the keys.
+        dropout_p: As there, and so are the next four.
+        is_causal: See there.
+        scale: See there.
+        enable_gqa: See there.
+        window: See there.
         alibi_slopes: [H] or [batch, H].
-        options: ``dropout_p``, ``is_causal``, ``scale``, ``enable_gqa``, ``window``. The last query
-            of a sequence is at the position of its last key, as in torch's ``varlen_attn``.
+
+    Returns:
+        [total queries, H, Ev].
+
+    Guarantees, what is not covered and errors are those of ``scaled_dot_product_attention``.
     """
+    _check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
+    if {query.dim(), key.dim(), value.dim()} != {3}:
+        shapes = [tuple(each.shape) for each in (query, key, value)]
+        raise ValueError(f"packed sequences {shapes}: give [total length, H, E] of each")
     ends = cu_seq_q.tolist(), cu_seq_k.tolist()
     lengths = q, k = [[b - a for a, b in pairwise(each)] for each in ends]
     whole = [(each[:1], sum(of)) for each, of in zip(ends, lengths, strict=True)]
@@ -86,8 +100,15 @@ def scaled_dot_product_attention_varlen(
             raise ValueError(f"alibi_slopes of {len(slopes)} sequences: there are {len(k)}")
     for *each, of_one in zip(query.split(q), key.split(k), value.split(k), slopes, strict=True):
         a, b, c = (x.transpose(0, 1) for x in each)
-        found.append(_attend(b.shape[1] - a.shape[1], a, b, c, alibi_slopes=of_one, **options))
+        options = None, dropout_p, is_causal, scale, enable_gqa, window, of_one
+        found.append(_attend(b.shape[1] - a.shape[1], a, b, c, *options))
     return torch.cat(found, 1).transpose(0, 1)
+
+
+def _check_tensors(**given: object) -> None:
+    for name, each in given.items():
+        if not isinstance(each, Tensor):
+            raise TypeError(f"{name} is a {type(each).__name__}: give a tensor")
 
 
 def _attend(
@@ -96,20 +117,27 @@ def _attend(
     enable_gqa: bool = False, window: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend from queries of which the first one is at position ``first``."""
+    optional = {"attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
+    _check_tensors(query=q, key=k, value=v, **{n: t for n, t in optional.items() if t is not None})
     shape, mask, slopes = (*q.shape[:-1], v.shape[-1]), attn_mask, alibi_slopes
     q, k, v = _operands(q, k, v, enable_gqa)
     full, wide = (*q.shape[:3], k.shape[2]), torch.promote_types(q.dtype, torch.float32)
-    if mask is not None:
+    if attn_mask is not None:
+        mask = attn_mask
         mask = ~_four(mask) if mask.dtype is torch.bool else autocast(_four(mask))
         fits = all(n in (1, m) for n, m in zip(mask.shape, full, strict=True))
         if mask.dtype not in (torch.bool, torch.float32, q.dtype) or not fits:
-            wrong = f"attn_mask {mask.dtype} {(*mask.shape,)}: give bool, fp32 or {q.dtype}, "
+            wrong = f"attn_mask {mask.dtype} {(*attn_mask.shape,)}: give bool, fp32 or {q.dtype}, "
             wrong += f"broadcastable to {full}"
             raise TypeError(wrong) if fits else ValueError(wrong)
     if slopes is not None and slopes.shape not in (full[1:2], full[:2]):
         raise ValueError(f"alibi_slopes {tuple(slopes.shape)}: give {full[1:2]} or {full[:2]}")
-    if not 0 <= dropout_p <= 1 or (window is not None and window < 1):
-        raise ValueError(f"dropout_p = {dropout_p}: 0 to 1; window = {window}: at least 1")
+    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p = {dropout_p!r}: give a probability from 0 to 1")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window = {window!r}: give a whole number of at least 1")
+    if scale is not None and not (isinstance(scale, int | float) and -math.inf < scale < math.inf):
+        raise ValueError(f"scale = {scale!r}: give a finite number")
     if q.is_cuda and dropout_p > 0:
         raise ConfigError("dropout is not verified on CUDA: give dropout_p=0, or run on CPU")
     trained = any(each is not None and each.requires_grad for each in (mask, slopes))
