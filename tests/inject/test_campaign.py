@@ -414,7 +414,7 @@ def test_resume_refuses_other_settings_and_another_state_and_names_them(tmp_path
     before = path.read_bytes()
     refused = partial(pytest.raises, ConfigError)
     for other, said in (
-        ({"timeout_s": 6.0}, r"of another campaign: timeout_s was 5.0, now it is 6.0; repeat"),
+        ({"timeout_s": 6.0}, r"or study: timeout_s was 5.0, now it is 6.0; repeat"),
         ({"trials": 5}, "trials was 4, now it is 5"),
         ({"faults": "zero"}, "plan was "),
         ({"seed": 3}, "seed was 0, now it is 3"),
