@@ -65,6 +65,7 @@ struct Suspicion {
   const Encoding& encoding;
   const at::Tensor& rows;  // What count_suspects() or verify() found.
   bool kept;  // The encoding was made by an earlier operation.
+  // Computes the product again by its own kernel, with its addend or with another one.
   std::function<at::Tensor(const std::optional<at::Tensor>&)> compute;
 };
 

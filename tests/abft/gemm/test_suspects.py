@@ -204,7 +204,8 @@ def test_what_torch_leaves_unwritten_in_16_bits_is_no_fault_of_the_machine(
     with holdfast.protect(model, correction=correction) as protection:
         found = getattr(torch, op)(addend, a, b, beta=beta, alpha=0, out=result)
         is_left = not torch.equal(expected, beta * addend)  # which kernel runs decides that
-        assert (protection.report().false_alarms > 0) == is_left or mask
+        if not mask:  # rows of a mask are judged by the product without it
+            assert (protection.report().false_alarms > 0) == is_left
     assert same_bits(found, expected)
     assert kinds() == []
 
